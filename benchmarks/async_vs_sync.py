@@ -5,14 +5,13 @@
 For each seed the demo records its demonstrations and imitates them once; from those weights the loop runs twice, with
 `max_lag` 1 (rollouts go on beside the updates) and 0 (they wait for each other), which goes first changing from seed to
 seed. Reported: mean reward of the last five updates' episodes, sampled reward on held-out tasks after, seconds of the
-loop, share of them in which neither engine nor trainer was at work, and the paired differences. Prints Markdown.
-Seconds depend on what else the machine does; the load is printed along.
+loop, share of them in which neither engine nor trainer was at work, CPU seconds with the evaluations before and after,
+and the paired differences. Prints Markdown. Seconds depend on what else the machine does; the load is printed along.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import statistics
@@ -22,14 +21,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tapereel.finetune.loop.loop import UpdateReport
 from tapereel.finetune.loop.loop_config import WarmStartConfig
-from tapereel.finetune.run.demonstrations import DemoConfig, DemoRun
-from tapereel.finetune.trainer.checkpoint import copied_weights
-from tapereel.tapes.common.progress import silent
-from tapereel.tapes.store.store import Store
+from tapereel.finetune.run.demonstrations import DemoConfig, demo
+from tapereel.finetune.run.train_run import train
+from tapereel.tapes.store.run_directory import METRICS, Results, read_metrics
 
 MODES = {"async": 1, "sync": 0}
 """name -> max_lag."""
@@ -69,61 +64,36 @@ def configuration(seed: int, args: argparse.Namespace) -> DemoConfig:
     return config
 
 
-class Pair(DemoRun):
-    """The demo's imitation, and both modes from its weights in place of the loop."""
-
-    def __init__(self, config: DemoConfig, path: Path, *, first: int, updates: int) -> None:
-        super().__init__(config, path, True, silent)
-        self.first, self.updates = first, updates
-        self.found: dict[str, dict[str, Any]] = {}
-
-    def control(self) -> None:
-        base = copied_weights(self.policy.model)
-        for mode in sorted(MODES, reverse=bool(self.first)):
-            self.policy.model.load_state_dict(base)
-            self.found[mode] = measured(self, mode, self.out / mode)
-
-
 def pair(config: DemoConfig, path: Path, *, first: int) -> dict[str, dict[str, Any]]:
     """Both modes from one warm start."""
-    torch.set_num_threads(config.threads)
+    path = path.absolute()
     still = config.model_copy(update={"loop": config.loop.model_copy(update={"updates": 0})})
-    run = Pair(still, path, first=first, updates=config.loop.updates)
-    run.lead(resume=False)
-    return run.found
+    demo(still, path)
+    return {mode: measured(config, mode, path) for mode in sorted(MODES, reverse=bool(first))}
 
 
-def measured(run: Pair, mode: str, path: Path) -> dict[str, Any]:
-    """One loop from the weights that the model has now."""
-    training, rewards, lags = run.training, [], []
-
-    def on_update(report: UpdateReport) -> None:
-        rewards.append(report.reward)
-        lags.append(report.metrics["lag"])
-
-    with Store.create(path) as store:
-        history = training.history_in(store, f"{training.history.lineage}-{mode}", path)
-        config = training.loop.model_copy(update={"max_lag": MODES[mode], "updates": run.updates})
-        started, cpu = time.perf_counter(), time.process_time()
-        loop = asyncio.run(training.run_loop(history, config, on_update, name=mode, start=0))
-        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
-        after = asyncio.run(training.evaluate(training.engine(history), mode))
-        books = store.books()
-    last = [reward for reward in rewards[-5:] if reward is not None]
+def measured(config: DemoConfig, mode: str, path: Path) -> dict[str, Any]:
+    """One loop from the weights after the imitation in `path`."""
+    loop = config.loop.model_copy(update={"max_lag": MODES[mode]})
+    cpu = time.process_time()
+    summary = train(config.after_imitation(path).model_copy(update={"loop": loop}), path / mode, **config.scene())
+    cpu = time.process_time() - cpu
+    lines = [line for line in read_metrics(path / mode / METRICS) if line["phase"] == "rl"]
+    last = [line["reward"] for line in lines[-5:] if line["reward"] is not None]
     found = {
         "reward": statistics.fmean(last),
-        "held_out": after["sampled"]["mean"],
-        "seconds": seconds,
+        "held_out": summary.held_out["after"],
+        "seconds": summary.seconds["rl"],
         "cpu": cpu,
-        "idle": loop.idle_share,
-        "lag": statistics.fmean(lags),
-        "engine": loop.engine_seconds,
-        "trainer": loop.train_seconds,
-        "tokens": books.sampled,
-        "books_close": books.closes,
+        "idle": Results.read(path / mode).idle_share,
+        "lag": statistics.fmean(line["lag"] for line in lines),
+        "engine": summary.seconds["rollout"],
+        "trainer": summary.seconds["train"],
+        "tokens": summary.tokens["sampled"],
+        "books_close": summary.books_close,
         "load": os.getloadavg()[0],
     }
-    print(run.demo.seed, mode, json.dumps(found), file=sys.stderr, flush=True)
+    print(config.seed, mode, json.dumps(found), file=sys.stderr, flush=True)
     return found
 
 

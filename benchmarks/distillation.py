@@ -86,7 +86,7 @@ def of_demo(seed: int, args: argparse.Namespace) -> Line:
         strong = args.out / f"demo-teacher-{seed}"
         reward = demo(DemoConfig(seed=seed), strong, resume=strong.exists()).held_out["after"]
     else:
-        strong, lines = args.arms / str(seed) / "true-0", (args.arms / "arms.jsonl").read_text().splitlines()
+        strong, lines = args.arms / str(seed) / "true", (args.arms / "arms.jsonl").read_text().splitlines()
         found = {(line["seed"], line["arm"]): line["sampled"] for line in map(json.loads, lines)}
         reward = found[seed, "true"]
     weak, config = args.out / f"demo-student-{seed}", DemoConfig(seed=seed, model_size="tiny")

@@ -21,7 +21,6 @@ that the demo had before: the same two calls were right for every task. 1,000 se
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import re
 import statistics
@@ -32,14 +31,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from tapereel.envs.adapters.calculator import Calculate
-from tapereel.finetune.loop.loop import UpdateReport
 from tapereel.finetune.loop.loop_config import WarmStartConfig
-from tapereel.finetune.run.demonstrations import DemoConfig, DemoRun
+from tapereel.finetune.run.demonstrations import DemoConfig, demo, train_on
+from tapereel.finetune.run.longer import end_name
 from tapereel.tapes import Tape
 from tapereel.tapes.common.progress import silent
+from tapereel.tapes.store.run_directory import METRICS, Results, read_metrics
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.value import Value
 
@@ -93,7 +92,7 @@ def main() -> None:
     for seed in () if args.print else args.seeds:
         have = {line.arm: line for line in lines_of(path) if line.seed == seed}
         if not {START, *args.arms} <= have.keys():
-            Arms(configuration(seed, args), args, have, path).lead(resume=(args.out / str(seed)).exists())
+            arms(configuration(seed, args), args, have, path)
     print(table(lines_of(path)))
 
 
@@ -120,81 +119,58 @@ def configuration(seed: int, args: argparse.Namespace) -> DemoConfig:
     return config.model_copy(update={"loop": config.loop.model_copy(update=changes)})
 
 
-class Arms(DemoRun):
+def arms(config: DemoConfig, args: argparse.Namespace, have: dict[str, Line], path: Path) -> None:
     """The demo's imitation, and the arms from its weights in place of the loop."""
+    out = (args.out / str(config.seed)).absolute()
+    still = config.model_copy(update={"loop": config.loop.model_copy(update={"updates": 0})})
+    demo(still, out, resume=out.exists())
+    if START not in have:
+        have[START] = line_of(START, config.seed, out, "before")
+        note(have[START], path)
+    for arm in args.arms:
+        if arm in have:
+            continue
+        tokens = have["true"].tokens if "true" in have else args.tokens
+        bound = arm != "true" and tokens is not None
+        loop = config.loop.model_copy(update={"shuffle_rewards": ARMS[arm]})
+        begun = config.after_imitation(out).model_copy(update={"loop": loop})
+        most = 4 * loop.updates if bound else 0
+        train_on(tokens or 0, begun, out / arm, most=most, progress=silent, **config.scene())
+        have[arm] = line_of(arm, config.seed, out / arm, "after")
+        note(have[arm], path)
 
-    def __init__(self, config: DemoConfig, args: argparse.Namespace, have: dict[str, Line], path: Path) -> None:
-        torch.set_num_threads(config.threads)
-        still = config.model_copy(update={"loop": config.loop.model_copy(update={"updates": 0})})
-        super().__init__(still, args.out / str(config.seed), True, silent)
-        self.full, self.args, self.have, self.path = config.loop, args, have, path
 
-    def control(self) -> None:
-        base = {name: weight.clone() for name, weight in self.policy.model.state_dict().items()}
-        before = self.directory.results.before
-        assert before is not None
-        if START not in self.have:
-            greedy = list(self.directory.store.tapes(split="eval-before-greedy"))
-            means = before["sampled"].mean or 0.0, before["greedy"].mean or 0.0
-            self._note(START, means, greedy, updates=0, tokens=0, watched={}, rewards=())
-        for arm in self.args.arms:
-            if arm not in self.have:
-                self.policy.model.load_state_dict(base)
-                self._arm(arm)
+def note(line: Line, path: Path) -> None:
+    with path.open("a") as file:
+        file.write(line.model_dump_json() + "\n")
+    print(line.model_dump_json(exclude={"rewards"}), file=sys.stderr, flush=True)
 
-    def _note(self, arm: str, means: tuple[float, float], greedy: Iterable[Tape], **values: Any) -> None:
-        line = Line(
-            seed=self.demo.seed,
-            arm=arm,
-            sampled=means[0],
-            greedy=means[1],
-            habits=shares(greedy),
-            load=os.getloadavg()[0],
-            **values,
-        )
-        self.have[arm] = line
-        with self.path.open("a") as file:
-            file.write(line.model_dump_json() + "\n")
-        print(line.model_dump_json(exclude={"rewards"}), file=sys.stderr, flush=True)
 
-    def _arm(self, arm: str) -> None:
-        training, reports = self.training, list[UpdateReport]()
-        tokens = self.have["true"].tokens if "true" in self.have else self.args.tokens
-        changes: dict[str, Any] = {"shuffle_rewards": ARMS[arm]}
-        if arm != "true" and tokens is not None:
-            changes["updates"] = 4 * self.full.updates
-        number = 0
-        while (out := self.out / f"{arm}-{number}").exists():  # of a call that was stopped
-            number += 1
-        with Store.create(out) as store:
-            history = training.history_in(store, f"{training.history.lineage}-{arm}-{number}", out)
-            history.restore()
-            asyncio.run(
-                training.run_loop(
-                    history,
-                    self.full.model_copy(update=changes),
-                    reports.append,
-                    name=arm,
-                    start=0,
-                    stop=lambda: arm != "true" and tokens is not None and history.trained_tokens >= tokens,
-                )
-            )
-            found = asyncio.run(training.evaluate(training.engine(history), f"{arm}-{number}"))
-            trained = history.trained_tokens
-        watched = {
+def line_of(arm: str, seed: int, run: Path, when: str) -> Line:
+    """What the evaluation `when` of a run came to."""
+    results = Results.read(run)
+    lines = [line for line in read_metrics(run / METRICS) if line["phase"] == "rl"]
+    found = results.after if when == "after" else results.before
+    assert found is not None
+    end = end_name(results, len(lines)) if when == "after" else when
+    with Store.open(run) as store:
+        habits = shares(store.tapes(split=f"eval-{end}-greedy"))
+    return Line(
+        seed=seed,
+        arm=arm,
+        sampled=found["sampled"].mean or 0.0,
+        greedy=found["greedy"].mean or 0.0,
+        habits=habits,
+        updates=len(lines),
+        tokens=sum(line["tokens"] for line in lines),
+        watched={
             name: statistics.fmean(values)
             for name in WATCHED
-            if (values := [float(r.metrics[name]) for r in reports if isinstance(r.metrics.get(name), float)])
-        }
-        self._note(
-            arm,
-            (found["sampled"].mean or 0.0, found["greedy"].mean or 0.0),
-            self.directory.store.tapes(split=f"eval-{arm}-{number}-greedy"),
-            updates=len(reports),
-            tokens=trained,
-            watched=watched,
-            rewards=tuple(report.reward or 0.0 for report in reports),
-        )
+            if (values := [line[name] for line in lines if isinstance(line.get(name), float)])
+        },
+        rewards=tuple(line["reward"] or 0.0 for line in lines),
+        load=os.getloadavg()[0],
+    )
 
 
 def shares(tapes: Iterable[Tape]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ...tapes.common.config import dump_config, load_config
 from ...tapes.common.stats import fixed
 from ...tapes.errors import UsageError
-from ...tapes.store.run_directory import CONFIG, pin_line, recorded_settings
+from ...tapes.store.run_directory import pin_line
 from ...tapes.view.overview import checks, command, next_commands
 from ..console import Exit, Section, answer
 from ..progress_bars import live_progress
@@ -56,24 +56,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo and print its table."""
-    from ...finetune.run.demonstrations import DemoConfig, PicturesDemoConfig, demo
+    from ...finetune.run.demonstrations import DemoConfig, PicturesDemoConfig, begun_demo, demo
 
     if args.blind and not args.pictures:
         raise UsageError("--blind is a control of the demo with pictures: add --pictures, or remove --blind")
     if args.pictures and args.model_size not in (None, "small"):
         raise UsageError(f"--model-size {args.model_size}: the model of --pictures has one size; remove --model-size")
-    names = ("seed", "algo", "model_size")
-    begun = recorded_settings(args.out) if args.resume and args.out else {}
-    options = {name: begun[name] for name in names if name in begun}
-    options |= {name: value for name in names if (value := getattr(args, name)) is not None}
-    made = PicturesDemoConfig(blind=args.blind, **options) if args.pictures else DemoConfig(**options)
-    config = load_config(made, args.config, args.sets)
+    begun = begun_demo(args.out) if args.resume and args.out else None
+    made = begun or (PicturesDemoConfig(blind=args.blind) if args.pictures else DemoConfig())
+    given = {name: value for name in ("seed", "algo", "model_size") if (value := getattr(args, name)) is not None}
+    config = load_config(load_config(made, None, [*given.items()]), args.config, args.sets)
     kind = "blind-" if args.blind else "pictures-" if args.pictures else ""
     out = Path(args.out or f"runs/demo-{kind}{config.algo}-{config.seed}")
     if args.dry_run:
         answer(args, config, dump_config(config))
         return Exit.HOLDS
-    if args.resume and not (out / CONFIG).exists():
+    if args.resume and begun_demo(out) is None:
         raise UsageError(
             f"--resume: {out} doesn't hold a run; name its folder with --out, or start a run without --resume"
         )

@@ -1,32 +1,27 @@
 """Rebuilds the beginning of a training run: the base weights, and a history that trains from them.
 
 No agent, environment or tasks are needed. Everything is built from the configuration in the run directory by the code
-of `demo` and `train`, so training isn't implemented twice. The run is only read. `reproduce` and `lab` use this module.
+of `train`, so training isn't implemented twice. The run is only read. `reproduce` and `lab` use this module.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from ...agents.engines.embedded.pretrained import device_of, weights_digest
-from ...tapes.common.config import Config, ConfigError, load_config
+from ...tapes.common.config import ConfigError, load_config
 from ...tapes.common.config_yaml import YamlProblem
 from ...tapes.errors import OtherVersion, TapereelError, UsageError
 from ...tapes.store.run_directory import CONFIG, RESULTS, Results, RunDir, recorded_config
 from ...tapes.store.store import Store
 from ..loop.history import BrokenHistory, History
 from ..recipes import BrokenRecipes
-from ..run.demonstrations import DemoConfig, PicturesDemoConfig
 from ..run.player_config import TrainerConfig
 from ..run.players import Team, lineage_of
 from ..run.policy import load_policy
 from ..run.train_config import TrainConfig
 from ..run.training import Training
-from ..trainer.checkpoint import checkpoints
-
-Settings = TypeVar("Settings", bound=Config)
 
 
 class Unknown(TapereelError, ValueError):
@@ -47,8 +42,6 @@ class RebuiltRun:
         """Rebuild the beginning of the run in the directory `run`, which is open as `store`. The history writes to the
         empty directory `scratch`. Raises Unknown if the base weights or the configuration can't be rebuilt."""
         if not (run / CONFIG).exists():
-            if run.parent.name == "controls" and (run.parent.parent / CONFIG).exists():
-                return cls._of_control(run, store, scratch, lineage)
             raise Unknown(f"{run} has no {CONFIG}, which would say how its weights were trained")
         results = _results(run)
         player = next(
@@ -62,18 +55,6 @@ class RebuiltRun:
         if player not in training.team.histories:
             raise Unknown(f"{run / RESULTS} has the trained player {player!r}, and {run / CONFIG} doesn't have it")
         return cls(training, training.team.histories[player], f"the model in {training.team.folder(player)}")
-
-    @classmethod
-    def _of_control(cls, run: Path, store: Store, scratch: Path, lineage: str) -> RebuiltRun:
-        """Rebuild a control run of a demo. It begins with the weights that the demo had after its warm start."""
-        demo = run.parent.parent
-        directory = RunDir(scratch, _results(demo).model_copy(update={"lineage": lineage}), store, resumed=True)
-        training, _ = _begin(demo, directory)
-        base = next((c for c in checkpoints(demo / "checkpoints") if c.update == training.warm.updates), None)
-        if base is None:
-            raise Unknown(f"{demo} has no checkpoint of update {training.warm.updates}, with whose weights {run} began")
-        training.policy.model.load_state_dict(base.weights())
-        return cls(training, training.history_in(store, lineage, scratch), f"the weights in {base.path}")
 
 
 def _results(run: Path) -> Results:
@@ -90,16 +71,12 @@ def _begin(run: Path, directory: RunDir) -> tuple[Training, str]:
         keys = recorded_config(run).keys()
     except (OSError, YamlProblem) as error:
         raise Unknown(f"{run / CONFIG} can't be read: {error}") from error
-    if "demonstrations" in keys:
-        demo = _read(PicturesDemoConfig if "blind" in keys else DemoConfig, run)
-        config, policy, base = demo.training(), demo.policy(), demo.model_name
-    elif "engine" in keys and "loop" in keys:
-        config = _on_present_devices(_read(TrainConfig, run))
-        policy, base = None, f"the model in {config.engine.model}"
-    else:
-        raise Unknown(f"{run / CONFIG} is not the configuration of `demo` or `train`, so nothing was trained there")
+    if not {"engine", "loop"} <= keys:
+        raise Unknown(f"{run / CONFIG} is not the configuration of a training run, so nothing was trained there")
+    config = _on_present_devices(_read_config(run))
+    base = f"the model in {config.engine.model}"
     try:
-        policy = policy or load_policy(config.engine, config.trainer, config.seed)
+        policy = load_policy(config.engine, config.trainer, config.seed)
         training = Training(config, directory, policy, Team(config.players, seed=config.seed))
     except BrokenRecipes as error:
         raise Unknown(str(error)) from error
@@ -115,9 +92,9 @@ def _begin(run: Path, directory: RunDir) -> tuple[Training, str]:
     return training, base
 
 
-def _read(kind: type[Settings], run: Path) -> Settings:
+def _read_config(run: Path) -> TrainConfig:
     try:
-        return load_config(kind, run / CONFIG)
+        return load_config(TrainConfig, run / CONFIG)
     except (ConfigError, OtherVersion) as error:
         raise Unknown(str(error)) from error
 

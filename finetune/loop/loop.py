@@ -127,15 +127,13 @@ class Loop:
         phase: str = "rl",
         start: int | None = None,
         on_update: Callable[[UpdateReport], None] | None = None,
-        stop: Callable[[], bool] = lambda: False,
         settled: Callable[[], Awaitable[None]] = _at_once,
     ) -> None:
         """`tasks(k)` returns the task for group k and must return the same task at every call. `recipe` defaults to the
         recipe in `config`. `shown` are tapes in the store that updates also imitate (`loop.demonstrations`). `players`
         are other policies that learn from the same episodes. `start` is the number of updates at which this phase
         began; a resumed loop needs it to end at the same update as an uninterrupted loop. It defaults to the current
-        number of updates. `stop` is called between updates, and the phase ends early if it returns true. `settled` is
-        awaited before the engine gets new weights or sleeps."""
+        number of updates. `settled` is awaited before the engine gets new weights or sleeps."""
         check_engines([engine, lead_of(engine), *(player.engine for player in players)], config)
         check_factory(env)
         recipe = recipe or get_recipe(config.recipe, config.changes)
@@ -151,7 +149,6 @@ class Loop:
         check_players(self.players, config.agents, history.lineage, history.updates)
         self.start = history.updates if start is None else start
         self.on_update = on_update
-        self.stop = stop
         self._settled = settled
         self.rollouts = Rollouts(
             config,
@@ -186,7 +183,7 @@ class Loop:
     @property
     def done(self) -> bool:
         """Whether the phase has ended."""
-        return self.history.updates >= self.target or self.stop()
+        return self.history.updates >= self.target
 
     async def run(self) -> None:
         """Run until the phase has ended. Raises the first error from the trainer, the store or the rollouts."""

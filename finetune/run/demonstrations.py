@@ -4,9 +4,15 @@ Its problems look like `47plus83`. The demonstrations show how to use the calcul
 words mean. A policy that does the same in all tasks solves a third of them. So the held-out reward, greedy or sampled,
 can't come near 1 by drift alone.
 
-The demo is a run of `train`. Its model is drawn from the seed, and its warm start imitates demonstrations that the demo
-records in the same run. `controls` adds two runs that train on as many tokens without the rewards that are claimed to
-teach.
+The demo only calls `run` and `train`, as a user's script would. `run` records the demonstrations, and `train` imitates
+them and then learns from rewards. `controls` adds two runs of `train` that begin with the weights after the imitation,
+and train on as many tokens without the rewards that are claimed to teach:
+
+    OUT                   the training run
+    OUT/demo.yaml         the settings of the demo
+    OUT/model-SIZE        the untrained model
+    OUT/demonstrations    the run that recorded the demonstrations
+    OUT/controls/NAME     the control runs `sft` and `shuffled`
 
 In the demo with pictures, a vision model learns which way each lamp at a crossing tells it to go. The demonstrations go
 in random directions, so only the rewards show what a lamp's colour means.
@@ -14,65 +20,60 @@ in random directions, so only the rewards show what a lamp's colour means.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypedDict, Unpack, cast
 
 from pydantic import Field, model_validator
 
-from ...agents import ChatAgent, Limits, Request, ScriptedEngine, rollout
-from ...agents.episode.seeds import derive_seed
-from ...agents.runs.group import run_all
-from ...agents.setup.engine_config import EmbeddedConfig
-from ...agents.setup.setup import LoadedSetup, SeedConfig
+from ...agents import ChatAgent, Limits, Request
+from ...agents.runs.runner import RunConfig, RunSummary, run
+from ...agents.setup.engine_config import EmbeddedConfig, ScriptedConfig
+from ...agents.setup.setup import SeedConfig
 from ...envs.adapters.calculator import Calculator, demonstrate, read_action, word_problems
 from ...envs.adapters.lamps import WAYS, Lamps, lamp_tasks, read_way
-from ...tapes import Sampling, Tape, Task
-from ...tapes.common.config import Config
+from ...envs.taskset import Taskset
+from ...tapes import Sampling
+from ...tapes.common.config import check_version, dump_config, load_config
+from ...tapes.common.config_yaml import read_yaml
 from ...tapes.common.progress import Progress, silent
-from ...tapes.common.run_async import run_async
-from ...tapes.errors import MissingExtra, TapereelError, UsageError
-from ...tapes.store.run_directory import METRICS, Control, Evaluations, HeldOut, Results, RunDir, append_metrics
-from ...tapes.store.store import Store
+from ...tapes.errors import MissingExtra, UsageError
+from ...tapes.store.disk import REAL, put_file
+from ...tapes.store.run_directory import CONFIG, METRICS, read_metrics, recorded_settings
 from ...tapes.value import Value
-from ...tapes.view.curves import Plot, reward_curve, reward_plot
-from ...tapes.view.overview import Overview, Score, TapeToRead
+from ...tapes.view.overview import Score
 
 try:
-    import torch
-
     from ...agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
-    from ...agents.rendering.renderer import Renderer
     from ...agents.vision.tiny_vision import save_tiny_vision
-    from ..data.provenance import episode_of
-    from ..data.rows import Row, rows
-    from ..data.stream import Episode
-    from ..loop.history import History, Source
     from ..loop.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
-    from ..trainer.checkpoint import checkpoints
-    from ..trainer.ranks import Ranks
     from ..trainer.schedule import Schedule
-    from .longer import end_name
     from .player_config import TrainerConfig
-    from .policy import Policy, load_policy
     from .trackers import TrackedConfig
     from .train_config import EvaluationConfig, ImitationConfig, TrainConfig
-    from .train_run import TrainingRun, TrainSummary
-    from .training import closing
-    from .warm_start import bring_in, warm_start
+    from .train_run import TrainSummary, train
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers", "numpy", "tokenizers"):
         raise
     raise MissingExtra(error.name, "demo", "the demo") from error
 
 
+DEMO = "demo.yaml"
+"""The file with the settings of a demo. `config.yaml` has the settings of its training run."""
 SPARE = 1.25
 """The held-out split is requested this many times as large as needed, because a split by hash has only about the
 requested size."""
 CONTEXT = 64
 """Maximum number of tokens in prompt and completion together. A whole episode takes about 35."""
+
+
+class DemoScene(TypedDict):
+    """The agent, the environment and the tasks of a demo, as keyword arguments of `run` and `train`."""
+
+    agent: str
+    env: str
+    tasks: Taskset
 
 
 class DemoConfig(SeedConfig, TrackedConfig):
@@ -120,16 +121,53 @@ class DemoConfig(SeedConfig, TrackedConfig):
         object.__setattr__(self, "loop", loop)
         return self
 
-    def training(self) -> TrainConfig:
-        """Return the settings that make `train` do this training."""
+    policy: ClassVar[str] = f"{__name__}:press_a_key"
+    """The demonstrator."""
+
+    def model(self, out: Path) -> Path:
+        """Return the folder of the untrained model in `out`."""
+        return out / f"model-{self.model_size}"
+
+    def save_model(self, folder: Path) -> None:
+        """Make the untrained model."""
+        tokenizer = char_tokenizer()
+        model: Any = tiny_model(tokenizer, self.model_size, seed=self.seed, context=CONTEXT)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    def scene(self) -> DemoScene:
+        """Return the agent, the environment and the tasks."""
+        tasks = word_problems(self.tasks, self.seed)
+        return {"agent": f"{__name__}:calculator_agent", "env": f"{__name__}:calculator", "tasks": tasks}
+
+    def shown(self, train_tasks: Taskset) -> Taskset:
+        """Return the tasks that are demonstrated."""
+        n = self.demonstrations
+        # The numbers differ from those in the word problems. Otherwise a symbol would reveal what a word means.
+        symbols = word_problems((n + 1) // 2, self.seed + 10**9, symbols=True)
+        return Taskset([train_tasks[k % len(train_tasks)] if k % 2 else symbols[k // 2] for k in range(n)])
+
+    def recording(self, out: Path) -> RunConfig:
+        """Return the settings of the run that records the demonstrations."""
+        return RunConfig(
+            engine=ScriptedConfig(policy=self.policy, tokenizer=str(self.model(out))),
+            split="demo",
+            seed=self.seed,
+            limits=self.loop.limits,
+            sampling=self.loop.sampling,
+            concurrency=256,
+        )
+
+    def training(self, out: Path) -> TrainConfig:
+        """Return the settings of the training run."""
         return TrainConfig(
-            engine=EmbeddedConfig(model=self.model_name, slots=256, capacity=CONTEXT),
+            engine=EmbeddedConfig(model=str(self.model(out)), slots=256, capacity=CONTEXT),
             trainer=TrainerConfig(device="cpu", threads=self.threads),
             seed=self.seed,
             loop=self.loop,
-            warm=ImitationConfig(tapes="", **dict(self.warm)),
+            warm=ImitationConfig(tapes=str(out / "demonstrations"), **dict(self.warm)),
             evaluation=EvaluationConfig(
-                fraction=self.held_out / self.tasks * SPARE,
+                fraction=self.set_aside,
                 limit=self.held_out,
                 every=None,
                 sampling=self.loop.sampling.model_copy(update={"temperature": 1.0}),
@@ -139,33 +177,18 @@ class DemoConfig(SeedConfig, TrackedConfig):
             trackers=self.trackers,
         )
 
+    def after_imitation(self, out: Path) -> TrainConfig:
+        """Return the settings of a training run that begins with the weights that the demo in `out` had after the
+        imitation."""
+        made, warm = self.training(out), self.warm.updates
+        model = out / "checkpoints" / f"update-{warm:06d}" / "hf" if warm else self.model(out)
+        engine = made.engine.model_copy(update={"model": str(model)})
+        return made.model_copy(update={"engine": engine, "warm": None})
+
     @property
-    def model_name(self) -> str:
-        """A description of the model."""
-        return f"the {self.model_size} model that is drawn from seed {self.seed}"
-
-    def policy(self) -> Policy:
-        """Make the untrained model."""
-        tokenizer = char_tokenizer()
-        model = tiny_model(tokenizer, self.model_size, seed=self.seed, context=CONTEXT)
-        return Policy(model, tokenizer, Renderer(tokenizer), slots=256, capacity=CONTEXT)
-
-    def resolved(self) -> tuple[TrainConfig, LoadedSetup]:
-        """Return the settings of `train`, and the loaded agent, environment and tasks."""
-        tasks = word_problems(self.tasks, self.seed)
-        return self.training().resolve(agent=calculator_agent(), env=calculator, tasks=tasks)
-
-    def shown(self, train_tasks: Sequence[Task]) -> list[Task]:
-        """Return one task for each demonstration."""
-        n = self.demonstrations
-        # The numbers differ from those in the word problems. Otherwise a symbol would reveal what a word means.
-        symbols = word_problems((n + 1) // 2, self.seed + 10**9, symbols=True)
-        return [train_tasks[k % len(train_tasks)] if k % 2 else symbols[k // 2] for k in range(n)]
-
-    def demonstrate(self, request: Request) -> str:
-        """Return the demonstrator's next text."""
-        heard = [m["content"] for m in request.messages if m["role"] == "user"]
-        return demonstrate(heard[0], heard[1:], random.Random(request.seed))
+    def set_aside(self) -> float:
+        """Share of the tasks from which the held-out tasks are taken."""
+        return self.held_out / self.tasks * SPARE
 
 
 class PicturesDemoConfig(DemoConfig):
@@ -176,7 +199,7 @@ class PicturesDemoConfig(DemoConfig):
     """In each walk, show the lamps of another walk, as a control experiment."""
     tasks: int = Field(default=800, ge=64)
     held_out: int = Field(default=192, ge=16)
-    demonstrations: int = Field(default=640, ge=64)
+    demonstrations: int = Field(default=512, ge=16)
     warm: WarmStartConfig = WarmStartConfig(
         updates=40,
         batch=64,
@@ -190,38 +213,46 @@ class PicturesDemoConfig(DemoConfig):
         limits=Limits(turns=3, agent_seconds=120.0),
         optimiser=OptimiserConfig(lr=8e-4),
     )
+    policy: ClassVar[str] = f"{__name__}:choose_a_way"
 
-    def training(self) -> TrainConfig:
-        made = super().training()
+    def model(self, out: Path) -> Path:
+        return out / ("model-blind" if self.blind else "model-seeing")
+
+    def save_model(self, folder: Path) -> None:
+        save_tiny_vision(folder, "qwen2_5_vl", seed=self.seed, context=CONTEXT)
+
+    def scene(self) -> DemoScene:
+        tasks = lamp_tasks(self.tasks, self.seed, blind=self.blind)
+        return {"agent": f"{__name__}:walker", "env": f"{Lamps.__module__}:{Lamps.__name__}", "tasks": tasks}
+
+    def shown(self, train_tasks: Taskset) -> Taskset:
+        return Taskset(list(train_tasks)[: self.demonstrations])
+
+    def training(self, out: Path) -> TrainConfig:
+        made = super().training(out)
         # The tower begins with random weights, so it must learn too.
         return made.model_copy(update={"trainer": made.trainer.model_copy(update={"freeze": "nothing"})})
 
-    def policy(self) -> Policy:
-        config = self.training()
-        with TemporaryDirectory() as folder:
-            save_tiny_vision(folder, "qwen2_5_vl", seed=self.seed, context=CONTEXT)
-            return load_policy(config.engine.model_copy(update={"model": folder}), config.trainer, self.seed)
 
-    def resolved(self) -> tuple[TrainConfig, LoadedSetup]:
-        walker = ChatAgent(parse=read_way, name="walker", misreads=0)
-        return self.training().resolve(
-            agent=walker, env=Lamps, tasks=lamp_tasks(self.tasks, self.seed, blind=self.blind)
-        )
-
-    def shown(self, train_tasks: Sequence[Task]) -> list[Task]:
-        return [train_tasks[k % len(train_tasks)] for k in range(self.demonstrations)]
-
-    def demonstrate(self, request: Request) -> str:
-        return random.Random(request.seed).choice(list(WAYS))
+def press_a_key(request: Request) -> str:
+    """Return the demonstrator's next text in the demo with the calculator."""
+    heard = [message["content"] for message in request.messages if message["role"] == "user"]
+    return demonstrate(heard[0], heard[1:], random.Random(request.seed))
 
 
-class DemoFailed(TapereelError, RuntimeError):
-    """A part of the demo failed. The message names the part."""
+def choose_a_way(request: Request) -> str:
+    """Return the demonstrator's next text in the demo with pictures."""
+    return random.Random(request.seed).choice(list(WAYS))
 
 
 def calculator_agent() -> ChatAgent:
     """Return the demo's agent. An answer is a call of the calculator or a final answer. Other text is a parse error."""
     return ChatAgent(parse=read_action, name="solver", misreads=0)
+
+
+def walker() -> ChatAgent:
+    """Return the agent of the demo with pictures. An answer is a way, and other text is a parse error."""
+    return ChatAgent(parse=read_way, name="walker", misreads=0)
 
 
 def calculator() -> Calculator:
@@ -243,7 +274,7 @@ class DemoSummary(TrainSummary):
 
     seed: int
     algo: str
-    controls: dict[str, ControlSummary] | None
+    controls: dict[str, ControlSummary]
     """`sft` imitates more instead of running the loop. `shuffled` runs the loop, but shuffles rewards within groups."""
     scores: tuple[Score, ...]
     """The table of results."""
@@ -258,225 +289,123 @@ def demo(
     progress: Progress = silent,
 ) -> DemoSummary:
     """Run the demo. With `resume`, only the parts that `out` lacks are run. Raises the same errors as `train`."""
-    torch.set_num_threads(config.threads)
-    run = DemoRun(config, Path(out), controls, progress)
-    summary = run.lead(resume)
+    out = Path(out).absolute()
+    shown = prepare(config, out, resume=resume, progress=progress)
+    summary = train(config.training(out), out, **config.scene(), resume=(out / CONFIG).exists(), progress=progress)
+    put_file(REAL, out / DEMO, dump_config(config).encode())  # the run may have been made longer
+    found = _control_runs(config, out, shown, progress) if controls or _controls(out) else {}
     return DemoSummary(
-        **dict(summary),
-        seed=config.seed,
-        algo=config.algo,
-        controls={
-            name: ControlSummary(
-                after=found.sampled.mean, greedy_after=found.greedy.mean, trained_tokens=found.trained_tokens
-            )
-            for name, found in run.directory.results.controls.items()
-        }
-        or None,
-        scores=_scores(run.directory.results),
+        **dict(summary), seed=config.seed, algo=config.algo, controls=found, scores=_scores(summary, found)
     )
 
 
-class DemoRun(TrainingRun):
-    """A run of `train` that records its own demonstrations and runs the controls."""
+def begun_demo(out: str | Path) -> DemoConfig | None:
+    """Return the settings of the demo in `out`, or None if there is none. Raises OtherVersion if another version wrote
+    it."""
+    check_version(Path(out))
+    path = Path(out) / DEMO
+    if not path.exists():
+        return None
+    pictures = ("blind",) in (keys for keys, _, _ in read_yaml(path.read_text(encoding="utf-8")))
+    return load_config(PicturesDemoConfig if pictures else DemoConfig, path)
 
-    def __init__(self, config: DemoConfig, out: Path, controls: bool, progress: Progress) -> None:
-        super().__init__(*config.resolved(), out, progress, Ranks(), config.policy())
-        self.demo, self.controls = config, controls
-        self.title = f"Tapereel demo: {config.algo}, seed {config.seed}"
-        self.demos: dict[str, tuple[list[Row], Episode]] = {}
-        self.order: list[str] = []
-        """Ids of the demonstrations."""
 
-    @property
-    def recorded(self) -> Config:
-        return self.demo
-
-    def lengthened(self, directory: RunDir, then: int, now: int) -> str:
-        if directory.results.controls:
-            raise UsageError(
-                f"the controls in {self.out} trained on as many tokens as {then} updates of the loop: they can't be "
-                f"compared with loop.updates={now}; choose another directory (`out=...`)"
-            )
-        return super().lengthened(directory, then, now)
-
-    # Demonstrations
-
-    def tapes_to_imitate(self) -> Sequence[str]:
-        return ()
-
-    def imitated(self) -> tuple[Sequence[str], Source]:
-        """Record the missing demonstrations. Every process uses the same task and the same seed for demonstration k."""
-        history = self.training.history
-        if not self.demo.warm.updates and not checkpoints(history.directory):
-            history.settle()  # the controls also begin with these weights
-        n, store, tasks = self.demo.demonstrations, self.directory.store, self.demo.shown(self.scene.train_tasks)
-        have = {}
-        for summary in store.summaries(split="demo", closed=True):
-            tape = store.tape(summary.id, refresh=False)
-            if tape.trains:
-                have[tape.begin.attempt] = tape.id
-                self._keep(tape)
-            if tape.begin.task_hash != tasks[tape.begin.attempt].hash:
-                raise UsageError(
-                    f"{self.out} is a demo of another version of this package, with other tasks: resume it with that "
-                    "version, or choose another directory (`out=...`)"
-                )
-        with self.directory.timed("demonstrations"):
-            run_async(self._record([k for k in range(n) if k not in have], have, tasks))
-        self.order = [have[k] for k in range(n)]
-        rewards = [self.demos[tape][1].reward or 0.0 for tape in self.order]
-        self.directory.results.demonstrations = {"n": n, "reward": sum(rewards) / n}
-        self.directory.save()
-        return self.order, self.demos.__getitem__
-
-    def _keep(self, tape: Tape) -> None:
-        self.demos[tape.id] = (rows(tape), episode_of(tape))
-
-    async def _record(self, missing: list[int], have: dict[int, str], tasks: list[Task]) -> None:
-        engine = ScriptedEngine(self.demo.demonstrate, renderer=self.policy.renderer)
-
-        async def record(k: int) -> None:
-            tape = await rollout(
-                self.scene.agent,
-                self.scene.env,
-                tasks[k],
-                engine=engine,
-                seed=derive_seed(self.demo.seed, "demo", k),
-                attempt=k,
-                split="demo",
-                limits=self.demo.loop.limits,
-                sampling=self.demo.loop.sampling,
-                journal=self.directory.store.writer,
-            )
-            if not tape.trains:
-                raise DemoFailed(f"demonstration {k} ended with {tape.cause}")
-            have[k] = tape.id
-            self._keep(tape)
-            self.progress("recording demonstrations", len(have), self.demo.demonstrations, "")
-
-        await run_all(missing, record, concurrency=256)
-
-    # Controls: the same number of trained tokens, without the rewards that are claimed to teach
-
-    def control(self) -> None:
-        if not self.controls:
-            return
-        training, model = self.training, self.policy.model
-        controls = self.directory.results.controls
-        found = checkpoints(self.out / "checkpoints")
-        base = next(one for one in found if one.update == self.demo.warm.updates)
-        trained = training.history.trained_tokens - int(base.state["trained_tokens"])
-        for name, run in (("sft", self._control_sft), ("shuffled", self._control_shuffled)):
-            if name in controls:
-                continue
-            out = self.out / "controls" / name
-            with Store.create(out) if not (out / "tapes").is_dir() else Store.open(out, write=True) as store:
-                if (lease := self.directory.store.lease) is not None:
-                    store.lease, store.writer.guard = lease, lease.check
-                model.load_state_dict(base.weights())
-                history = training.history_in(store, f"{training.history.lineage}-{name}", out)
-                history.restore()
-                with self.directory.timed("controls"):
-                    run(history, trained)
-                measured = run_async(self._measured(history, f"control-{name}"))
-                controls[name] = Control(trained_tokens=history.trained_tokens, **measured)
-            self.directory.save()
-        model.load_state_dict(found[-1].weights())
-
-    async def _measured(self, history: History, when: str) -> Evaluations:
-        async with closing(self.training.engine(history)) as engine:
-            return await self.training.evaluate(engine, when)
-
-    def _control_sft(self, history: History, trained: int) -> None:
-        """Continue the imitation, on as many tokens as the loop trained on."""
-
-        def report(_: int, line: dict[str, Any]) -> None:
-            done = min(history.trained_tokens, trained)
-            self.progress("control: SFT only", done, trained, f"loss {line['loss']:.3f}")
-
-        # The control's updates name these tapes, so its own store must have them too. Otherwise no later process could
-        # apply the updates again.
-        tapes = bring_in(self.out, self.order, history.store, self.policy.renderer)
-        warm_start(
-            self.demo.warm,
-            store=history.store,
-            history=history,
-            tapes=tapes,
-            source=self.demos.__getitem__,
-            seed=self.demo.seed + 1,
-            phase="sft-more",
-            updates=10**9,
-            on_update=report,
-            stop=lambda: history.trained_tokens >= trained,
+def prepare(config: DemoConfig, out: Path, *, resume: bool, progress: Progress = silent) -> RunSummary:
+    """Make the model in `out` and record the demonstrations. What is there already is kept."""
+    begun = (recorded_settings(out).get("loop") or {}).get("updates")
+    if _controls(out) and begun != config.loop.updates:
+        raise UsageError(
+            f"the controls in {out} trained on as many tokens as {begun} updates of the loop: they can't be compared "
+            f"with loop.updates={config.loop.updates}; choose another directory (`out=...`)"
         )
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file; a run is a folder, so choose another path (`out=...`)")
+    model, folder, scene = config.model(out), out / "demonstrations", config.scene()
+    if not resume and ((out / DEMO).exists() or (out / CONFIG).exists()):
+        raise UsageError(f"{out} holds a run already; continue it with `resume=True`, or choose another (`out=...`)")
+    out.mkdir(parents=True, exist_ok=True)
+    if not (out / DEMO).exists():
+        put_file(REAL, out / DEMO, dump_config(config).encode())
+    if not model.is_dir():
+        config.save_model(part := model.with_name(f"{model.name}.part"))
+        part.rename(model)
+    train_tasks, _ = scene["tasks"].split(1 - config.set_aside, config.set_aside)
+    scene["tasks"] = config.shown(train_tasks)
+    return run(config.recording(out), folder, **scene, resume=(folder / CONFIG).exists(), progress=progress)
 
-    def _control_shuffled(self, history: History, trained: int) -> None:
-        """Run the same loop on as many tokens, with rewards shuffled within groups. The episodes become shorter, so
-        this takes more updates. There are at most four times as many, because the episodes may shrink to nothing."""
-        if self.demo.loop.demonstrations:
-            bring_in(self.out, self.training.shown, history.store, self.policy.renderer)
-        config = self.demo.loop.model_copy(update={"shuffle_rewards": "within", "updates": 4 * self.demo.loop.updates})
-        run_async(
-            self.training.run_loop(
-                history,
-                config,
-                lambda update: append_metrics(history.store.path / METRICS, update.metrics),
-                name="control: shuffled rewards",
-                start=0,
-                stop=lambda: history.trained_tokens >= trained,
-            )
+
+def trained_tokens(run: Path) -> int:
+    """Return the number of tokens that the run has trained on, in its loop or, if it has none, in its warm start."""
+    lines = [line for line in read_metrics(run / METRICS) if line.get("phase") in ("sft", "rl")]
+    last = [line for line in lines if line["phase"] == lines[-1]["phase"]]
+    return sum(cast(int, line["tokens"]) for line in last)
+
+
+def train_on(
+    tokens: int, config: TrainConfig, out: Path, *, most: int, progress: Progress, **scene: Unpack[DemoScene]
+) -> TrainSummary:
+    """Train in `out`. If this trained on fewer than about `tokens` tokens, make the run longer, to at most `most`
+    updates of its loop. Calling this again continues it."""
+    begun = (recorded_settings(out).get("loop") or {}).get("updates")
+    updates = config.loop.updates if begun is None else begun
+    while True:
+        config = config.model_copy(update={"loop": config.loop.model_copy(update={"updates": updates})})
+        summary = train(config, out, **scene, resume=(out / CONFIG).exists(), progress=progress)
+        done = trained_tokens(out)
+        if done >= 0.95 * tokens or updates >= most:
+            return summary
+        updates = min(most, math.ceil(updates * tokens / max(done, 1)))
+
+
+def _controls(out: Path) -> bool:
+    return (out / "controls").is_dir()
+
+
+def _control_runs(config: DemoConfig, out: Path, shown: RunSummary, progress: Progress) -> dict[str, ControlSummary]:
+    """Make the control runs of the demo in `out`. `shown` is the summary of the demonstrations."""
+    tokens, warm, loop = trained_tokens(out), config.warm, config.loop
+    begun, imitated = config.after_imitation(out), cast(ImitationConfig, config.training(out).warm)
+    updates = max(1, round(tokens / (shown.tokens["authored"] / shown.episodes * warm.batch)))
+    # The same schedule, over the updates of the control.
+    schedule = warm.optimiser.schedule.model_copy(update={"total": warm.optimiser.schedule.total and updates})
+    optimiser = warm.optimiser.model_copy(update={"schedule": schedule})
+    # The loop of the run that only imitates makes no updates. It is used for the evaluation.
+    still = LoopConfig(updates=0, sampling=loop.sampling, limits=loop.limits)
+    arms = {
+        "sft": {
+            "seed": config.seed + 1,
+            "warm": imitated.model_copy(update={"updates": updates, "optimiser": optimiser}),
+            "loop": still,
+        },
+        "shuffled": {
+            "warm": imitated.model_copy(update={"updates": 0}) if loop.demonstrations else None,
+            "loop": loop.model_copy(update={"shuffle_rewards": "within"}),
+        },
+    }
+    found = {}
+    for name, arm in arms.items():
+        folder = out / "controls" / name
+        # Episodes may become shorter, even shrink to nothing, so there is a largest number of updates.
+        most = 4 * arm["loop"].updates
+        made = begun.model_copy(update=arm)
+        summary = train_on(tokens, made, folder, most=most, progress=progress, **config.scene())
+        found[name] = ControlSummary(
+            after=summary.held_out["after"],
+            greedy_after=summary.held_out["greedy_after"],
+            trained_tokens=trained_tokens(folder),
         )
-
-    # The report
-
-    def _reward_plot(self) -> Plot:
-        """Plot the reward per update, together with the held-out rewards and the control."""
-        shuffled = self.out / "controls" / "shuffled" / METRICS
-        others = [reward_curve("control: shuffled rewards", shuffled)] if shuffled.exists() else []
-        return reward_plot(self.recipe.name, self.out / METRICS, self.directory.results, others=others)
-
-    def page(self, overview: Overview) -> Overview:
-        return overview.model_copy(
-            update={
-                "plots": (self._reward_plot(), *(plot for plot in overview.plots if plot.small)),
-                "scores": _scores(self.directory.results),
-                "tapes": self._tapes_to_read(),
-            }
-        )
-
-    def _tapes_to_read(self) -> tuple[TapeToRead, ...]:
-        """Choose demonstrations, wrong answers before the loop, and right and wrong answers after it."""
-        end = end_name(self.directory.results, self.demo.loop.updates)
-        return tuple(
-            TapeToRead(tape=found.id, caption=caption)
-            for split, caption, reward, count in (
-                ("demo", "a demonstration with a right solution", 1.0, 1),
-                ("demo", "a demonstration with a wrong solution", 0.0, 1),
-                ("eval-before-sampled", "before RL, wrong", 0.0, 2),
-                (f"eval-{end}-sampled", "after RL, right", 1.0, 2),
-                (f"eval-{end}-sampled", "after RL, wrong", 0.0, 1),
-            )
-            for found in self.directory.store.summaries(split=split, min_reward=reward, max_reward=reward)[:count]
-        )
+    return found
 
 
-def _scores(results: Results) -> tuple[Score, ...]:
+def _scores(summary: TrainSummary, controls: dict[str, ControlSummary]) -> tuple[Score, ...]:
     """Return the rows of the results table: before the loop, after the loop, and the controls."""
+    held_out = summary.held_out
     rows = [
-        _score(name, part["sampled"], part["greedy"], _partial_credit(part["sampled"]))
-        for name, part in (("after imitation (before RL)", results.before), ("after RL", results.after))
-        if part
+        Score(name=name, sampled=held_out[when], greedy=held_out.get(f"greedy_{when}"), n=held_out["n"])
+        for name, when in (("after imitation (before RL)", "before"), ("after RL", "after"))
     ]
-    for name, part in results.controls.items():
+    for name, found in controls.items():
         title = {"sft": "control: SFT only", "shuffled": "control: rewards shuffled within groups"}[name]
-        rows.append(_score(title, part.sampled, part.greedy, f"{part.trained_tokens:,} trained tokens"))
+        note = f"{found.trained_tokens:,} trained tokens"
+        rows.append(Score(name=title, sampled=found.after, greedy=found.greedy_after, n=held_out["n"], note=note))
     return tuple(rows)
-
-
-def _score(name: str, sampled: HeldOut, greedy: HeldOut, note: str) -> Score:
-    return Score(name=name, sampled=sampled.mean, greedy=greedy.mean, n=sampled.n, note=note)
-
-
-def _partial_credit(part: HeldOut) -> str:
-    value = part.metrics.get("reasoning_gym")
-    return "" if value is None else f"reasoning-gym's own scorer, with partial credit: {value:.3f}"

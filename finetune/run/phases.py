@@ -35,13 +35,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-def recipes_by_phase(recipe: Recipe) -> dict[str, Recipe]:
-    """Return phase -> recipe. `recipe` is the recipe for the loop. The phase `sft-more` is a control run that imitates
-    more instead of running the loop."""
-    sft = get_recipe("sft")
-    return {"sft": sft, "sft-more": sft, "rl": recipe}
-
-
 @dataclass
 class Phases:
     """Makes the trainers of a run."""
@@ -61,7 +54,7 @@ class Phases:
                 f"recipe {recipe.name!r} takes no values, so loop.critic would do nothing: remove it, or choose "
                 "a recipe with credit 'gae', as `ppo`"
             )
-        self._recipes = recipes_by_phase(recipe)
+        self._recipes = {"sft": get_recipe("sft"), "rl": recipe}
         start = "warm" if self.warm.updates else "base"
         self._how = how = loop.reference or ReferenceConfig(model=start)
         _check_compared(loop, recipe, how, start)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +42,6 @@ class Reporter:
     checkpoint_every: int
     tokenizer: PreTrainedTokenizerBase | None = None
     """The tokenizer that decodes token ids for the page. With None, the page shows the ids."""
-    complete: Callable[[Overview], Overview] = lambda overview: overview
-    """Adds information from the caller to the page of a finished run."""
 
     def __post_init__(self) -> None:
         # This is a copy, because a thread can't safely use the tokenizer that the run renders prompts with.
@@ -87,7 +85,7 @@ class Reporter:
         if self._thread is not None:
             self._thread.join()
         if error is None:
-            self._write(self.complete(self.overview(self.run.results, over=True)))
+            self._write(self.overview(self.run.results, over=True))
         else:
             text = str(error).splitlines()
             self._try(self.run.results, type(error).__name__ + (f": {text[0][:300]}" if text else ""))

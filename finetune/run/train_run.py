@@ -25,7 +25,6 @@ from ...envs.curriculum import Curriculum, Rate, pass_rates, pools
 from ...envs.taskset import BadTasks, Taskset, overlap
 from ...tapes import Task
 from ...tapes.audit.advice import advice
-from ...tapes.common.config import Config
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
 from ...tapes.common.text import logger
@@ -34,7 +33,6 @@ from ...tapes.store.lease import check_free
 from ...tapes.store.run_directory import METRICS, Results, RunDir, open_run, read_metrics
 from ...tapes.store.store import Store
 from ...tapes.value import Value
-from ...tapes.view.overview import Overview
 
 try:
     import torch
@@ -44,7 +42,7 @@ try:
     from ...tapes.common.stats import mean_of
     from ..interchange.corpus import bring_in_corpus, read_corpus
     from ..interchange.imported import Conversation
-    from ..loop.history import History, Source
+    from ..loop.history import History
     from ..loop.loop import check_recipe
     from ..loop.loop_config import CriticConfig
     from ..recipes import Recipe, get_recipe
@@ -53,7 +51,7 @@ try:
     from .longer import UPDATES, lengthening
     from .phases import Phases
     from .players import NO_WARM_START, Team
-    from .policy import Policy, check_begun, check_custom, load_policy
+    from .policy import check_begun, check_custom, load_policy
     from .run_report import REPORT, Reporter, reporting
     from .trackers import check_trackers, tracking
     from .train_config import CurriculumConfig, EvaluationConfig, TrainConfig
@@ -155,16 +153,7 @@ class TrainingRun:
     """The training in the run directory. `lead` sets it."""
     advice: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        setup: LoadedSetup,
-        out: Path,
-        progress: Progress,
-        ranks: Ranks,
-        policy: Policy | None = None,
-    ) -> None:
-        """`policy` is the model of `config.engine`, if the caller has already loaded it."""
+    def __init__(self, config: TrainConfig, setup: LoadedSetup, out: Path, progress: Progress, ranks: Ranks) -> None:
         self.config, self.out, self.progress = config, out, progress
         self.title = f"Training {setup.agent.name}"
         train_tasks, held_out = _split_tasks(setup.tasks, config.evaluation, config.dataset)
@@ -188,7 +177,7 @@ class TrainingRun:
                 "several processes compute the updates of one policy only, and players that learn need updates too: "
                 "start a single process, or set players.NAME.frozen"
             )
-        self.policy = policy or load_policy(config.engine, config.trainer, config.seed)
+        self.policy = load_policy(config.engine, config.trainer, config.seed)
         if not self.policy.sees:
             refuse_pictures(str(config.engine.model), self.scene.shows)
         self.team = Team(config.players if not ranks.rank else {}, seed=config.seed)
@@ -205,13 +194,14 @@ class TrainingRun:
             *(f"players.{name}.{part}" for name in self.config.players for part in ("trainer", "engine")),
         )
         frozen = [f"players.{name}.engine" for name, player in self.config.players.items() if player.frozen]
+        warm = self.config.warm.updates if self.config.warm else 0
         with open_run(
             self.out,
-            self.recorded,
+            self.config,
             resume=resume,
             begin=self._new_results,
             free=(*(f"{place}.{name}" for place in places for name in ("threads", "device")), "processes", "trackers"),
-            changes={UPDATES: self.lengthened},
+            changes={UPDATES: lengthening(self.config.loop, warm, self.config.players)},
             engines=frozen,
         ) as directory:
             self.directory = directory
@@ -222,7 +212,6 @@ class TrainingRun:
                 self.config.loop.updates,
                 self.config.loop.checkpoint_every,
                 tokenizer=self.policy.tokenizer,
-                complete=self.page,
             )
             with reporting(report):
                 with directory.timed("total"), tracking(directory, self.config.trackers):
@@ -244,7 +233,7 @@ class TrainingRun:
         drawn, before the run directory is made."""
         # A new lineage makes the version names of this run unique.
         results = Results(lineage=secrets.token_hex(4))
-        self.tapes_to_imitate()
+        self._tapes_to_imitate()
         if self.config.loop.corpus is not None:
             check_recipe(self.config.loop, self.recipe, len(self._texts(results)))
         self._draw(results)
@@ -268,7 +257,7 @@ class TrainingRun:
             await check_custom(policy.engine, self.config.loop, frozen=frozen)
 
     def _work(self) -> None:
-        """Restore the weights, then run the warm start, the loop with its evaluations, and the controls."""
+        """Restore the weights, then run the warm start and the loop with its evaluations."""
         results = self.directory.results
         check_begun(results, weights_digest(self.policy.model.state_dict()), self.out, str(self.config.engine.model))
         self.scene = replace(self.scene, draw=self._draw(results))
@@ -281,16 +270,15 @@ class TrainingRun:
             processes=self.processes,
             progress=self.progress,
         )
-        tapes, source = self.imitated()
+        tapes = self._imitated()
         self.training.restore()
-        self.training.imitate(tapes, source)
+        self.training.imitate(tapes)
         if self.config.loop.corpus is not None:
             if results.corpus is None:
                 results.corpus = bring_in_corpus(self._texts(results), self.directory.store)
             self.directory.save()
             self.training.shown = results.corpus
         run_async(self._improve())
-        self.control()
 
     async def _improve(self) -> None:
         async with self.team.opened(self.directory):
@@ -306,19 +294,7 @@ class TrainingRun:
             results.task_rates = _rates_of(config, tasks)
         return _drawn(config, tasks, results.task_rates, self.config.seed)
 
-    # Overridden by the demo
-
-    @property
-    def recorded(self) -> Config:
-        """The configuration that is saved in `config.yaml`."""
-        return self.config
-
-    def lengthened(self, directory: RunDir, then: int, now: int) -> str:
-        """Allow a different `loop.updates` in a resumed run. `open_run` calls this."""
-        warm = self.config.warm.updates if self.config.warm else 0
-        return lengthening(self.config.loop, warm, self.config.players)(directory, then, now)
-
-    def tapes_to_imitate(self) -> Sequence[str]:
+    def _tapes_to_imitate(self) -> Sequence[str]:
         """Return the ids of the tapes in the other run that the warm start imitates, or () if there is no warm start.
         Raises UsageError if there are too few tapes."""
         warm = self.config.warm
@@ -332,21 +308,14 @@ class TrainingRun:
             )
         return tapes
 
-    def imitated(self) -> tuple[Sequence[str], Source]:
-        """Return the tapes that the warm start imitates, and their source. The first call copies them into this run."""
+    def _imitated(self) -> Sequence[str]:
+        """Return the tapes that the warm start imitates. The first call copies them into this run."""
         warm, results = self.config.warm, self.directory.results
         if warm is not None and results.imitated is None:
-            tapes = self.tapes_to_imitate()
+            tapes = self._tapes_to_imitate()
             results.imitated = bring_in(warm.tapes, tapes, self.directory.store, self.policy.renderer)
             self.directory.save()
-        return results.imitated or (), self.training.history.from_store
-
-    def control(self) -> None:
-        """Do the control runs after the loop, if there are any."""
-
-    def page(self, overview: Overview) -> Overview:
-        """Return the report page for the finished run."""
-        return overview
+        return results.imitated or ()
 
     def summary(self) -> TrainSummary:
         """Return the results of the finished run."""

@@ -10,7 +10,6 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from ...agents import Agent, Engine
@@ -25,11 +24,9 @@ from ...tapes.common.progress import Progress, silent
 from ...tapes.common.stats import fixed, mean_of
 from ...tapes.records import Use
 from ...tapes.store.run_directory import METRICS, Evaluations, HeldOut, RunDir, read_metrics
-from ...tapes.store.store import Store
 from ..data.by_agent import rewards_of
-from ..loop.history import History, Plan, Source
+from ..loop.history import Plan
 from ..loop.loop import Loop, UpdateReport, check_recipe, check_speaks
-from ..loop.loop_config import LoopConfig
 from ..loop.metrics import imitation_line, player_line, rollout_line
 from ..recipes import get_recipe, write_recipes
 from ..trainer.distributed import Processes
@@ -37,7 +34,7 @@ from ..trainer.ranks import Ranks
 from ..trainer.trainer import UpdateStats
 from .evaluation import evaluate
 from .longer import end_name
-from .phases import Phases, recipes_by_phase
+from .phases import Phases
 from .players import NO_WARM_START, Player, Team
 from .policy import Policy
 from .train_config import MeasuredBy, TrainConfig
@@ -94,7 +91,10 @@ class Training:
             phases = Phases(policy, self.loop, self.recipe, self.warm)
             processes = Processes(Ranks(), policy.model, phases.trainer)
         self.processes = processes
-        self.history = self.history_in(run.store, run.results.lineage, run.path)
+        write_recipes(run.path, {"sft": get_recipe("sft"), "rl": self.recipe})
+        self.history = self.policy.history(
+            run.store, run.results.lineage, run.path / "checkpoints", processes.trainer, config.loop
+        )
         team.begin(run, self.loop, self.recipe)
         self._scene = scene
         self.shown: Sequence[str] = ()
@@ -110,14 +110,9 @@ class Training:
         assert self._scene is not None
         return self._scene
 
-    def history_in(self, store: Store, lineage: str, out: Path) -> History:
-        """Return the history of `lineage` in `store`, with its checkpoints under `out`."""
-        write_recipes(out, recipes_by_phase(self.recipe))
-        return self.policy.history(store, lineage, out / "checkpoints", self.processes.trainer, self.loop)
-
-    def engine(self, history: History) -> Engine:
+    def _copy(self) -> Engine:
         """Return an engine with a copy of the current weights of the policy and the players."""
-        return self.team.measuring(self.policy.copy(history.version))
+        return self.team.measuring(self.policy.copy(self.history.version))
 
     @property
     def measured_by(self) -> MeasuredBy:
@@ -132,15 +127,16 @@ class Training:
             yield self._loop.engine
             return
         if self.measured_by == "own":
-            engine: Engine = self.engine(self.history)
+            engine: Engine = self._copy()
         else:
-            engine, _ = await self._sampling(self.history.version)
+            engine, _ = await self._sampling()
         async with closing(engine):
             yield engine
 
-    async def _sampling(self, version: str) -> tuple[TrainableEngine, list[Player]]:
+    async def _sampling(self) -> tuple[TrainableEngine, list[Player]]:
         """Make the loop's engine, with the current weights. Return this engine and the players."""
-        engine, tolerance = await self.policy.sampler(version), self.loop.sampler_tolerance
+        version, tolerance = self.history.version, self.loop.sampler_tolerance
+        engine = await self.policy.sampler(version)
         try:
             team, players = await self.team.playing(engine)
             check_sight(team, self.scene.shows)
@@ -211,7 +207,7 @@ class Training:
     def _tapes_of(self, uses: Sequence[Use]) -> list[Tape]:
         return [self.run.store.tape(tape, refresh=False) for tape in Plan.of(uses[0]).every]
 
-    def imitate(self, tapes: Sequence[str], source: Source) -> None:
+    def imitate(self, tapes: Sequence[str]) -> None:
         """Make the missing updates of the warm start on these tapes, which the loop may also imitate
         (`loop.demonstrations`). Every process of the run must pass the same tapes in the same order."""
         self.shown = tapes
@@ -226,14 +222,13 @@ class Training:
             self.progress("imitating recorded tapes (SFT)", done, target, f"loss {line['loss']:.3f}")
 
         if self.loop.agents is not None:
-            check_speaks(self.loop.agents, (row for tape in tapes[: self.warm.batch] for row in source(tape)[0]))
+            first = (self.history.from_store(tape)[0] for tape in tapes[: self.warm.batch])
+            check_speaks(self.loop.agents, (row for rows in first for row in rows))
         with self.run.timed("sft"):
             warm_start(
                 self.warm,
-                store=self.run.store,
                 history=self.history,
                 tapes=tapes,
-                source=source,
                 seed=self.config.seed,
                 agents=self.loop.agents,
                 on_update=report,
@@ -270,7 +265,7 @@ class Training:
         if self.history.updates >= start + self.loop.updates:
             # All updates were made, but a crash may have come before the last records or a player's last update.
             if self.history.unrecorded or self.team.behind(self.history.updates):
-                await self.run_loop(self.history, self.loop, lambda update: None, name="catching up", start=start)
+                await self._run_loop(lambda update: None, "catching up")
             self.history.settle()
             self.team.settle()
             return
@@ -280,7 +275,7 @@ class Training:
             self._evaluate_beside(update.update - start)
 
         with self.run.timed("rl"):
-            loop = await self.run_loop(self.history, self.loop, report, name="improving by rollouts", start=start)
+            loop = await self._run_loop(report, "improving by rollouts")
         self.run.add_seconds("train", loop.train_seconds)
         self.run.add_seconds("rollout", loop.engine_seconds)
         self.run.results.idle_share = loop.idle_share
@@ -295,7 +290,7 @@ class Training:
         if not self.scene.held_out or every is None or done % every or done >= self.loop.updates:
             return
         # The weights are copied now. After the wait for the previous evaluation, the copy would have later weights.
-        engine = self.engine(self.history) if self.measured_by == "own" else None
+        engine = self._copy() if self.measured_by == "own" else None
         self._evaluation = asyncio.create_task(self._measure(self._evaluation, engine, done))
 
     async def _measure(self, before: asyncio.Task[None] | None, own: Engine | None, update: int) -> None:
@@ -308,21 +303,12 @@ class Training:
         self._note_evaluation(update, found)
         self.run.save()
 
-    async def run_loop(
-        self,
-        history: History,
-        config: LoopConfig,
-        on_update: Callable[[UpdateReport], None],
-        *,
-        name: str,
-        start: int,
-        stop: Callable[[], bool] = lambda: False,
-    ) -> Loop:
-        """Run the loop with `config` on `history` and its store. `start` and `stop` are passed to `Loop`."""
-        engine, players = await self._sampling(history.version)
+    async def _run_loop(self, on_update: Callable[[UpdateReport], None], name: str) -> Loop:
+        """Run the loop. `name` is the name of this part in progress reports."""
+        engine, players = await self._sampling()
         # Tapes name the version that sampled them, so the record of this version must come before the first tape.
-        history.record_version("start")
-        scene = self.scene
+        self.history.record_version("start")
+        scene, start = self.scene, self.warm.updates
         order = list(range(len(scene.train_tasks)))
         random.Random(derive_seed(self.config.seed, "tasks")).shuffle(order)
 
@@ -330,12 +316,12 @@ class Training:
             on_update(update)
             reward = "unscored" if update.reward is None else fixed(update.reward)
             nothing = "" if update.metrics.get("trained_tokens") else ", no token to train on"
-            self.progress(name, update.update - start, config.updates, f"reward {reward}{nothing}")
+            self.progress(name, update.update - start, self.loop.updates, f"reward {reward}{nothing}")
 
         loop = Loop(
-            config,
-            store=history.store,
-            history=history,
+            self.loop,
+            store=self.run.store,
+            history=self.history,
             engine=engine,
             agent=scene.agent,
             env=scene.env,
@@ -346,7 +332,6 @@ class Training:
             seed=self.config.seed,
             start=start,
             on_update=report,
-            stop=stop,
             settled=self.settled,
         )
         self._loop = loop

@@ -18,7 +18,7 @@ from ...tapes.store.store import Store
 from ..loop.history import History
 from ..loop.loop_config import WarmStartConfig
 from ..loop.metrics import imitation_line
-from ..loop.plan import Plan, Source, batch_of
+from ..loop.plan import Plan, batch_of
 
 if TYPE_CHECKING:
     from ...agents.rendering.renderer import Renderer
@@ -107,31 +107,26 @@ def _missing_tokens(tape: Tape, renderer: Renderer) -> Sequence[Tokens]:
 def warm_start(
     config: WarmStartConfig,
     *,
-    store: Store,
     history: History,
     tapes: Sequence[str],
-    source: Source,
     seed: int = 0,
-    phase: str = "sft",
-    updates: int | None = None,
     agents: tuple[str, ...] | None = None,
     on_update: Callable[[int, dict[str, object]], None] | None = None,
-    stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Train until the history has `updates` updates (the configured number by default) or `stop()` returns true.
+    """Train on these tapes in the history's store until the history has the configured number of updates.
 
     Updates that the history already has count too. Each new update is recorded in the ledger, and the last one gets a
     pinned checkpoint. `agents` are the paths of the agents to imitate; None imitates all agents.
     """
-    target = config.updates if updates is None else updates
-    while history.updates < target and not stop():
-        plan = Plan(phase=phase, tapes=batch_of(tapes, history.updates, config.batch, seed), agents=agents)
-        stats, uses = history.update(plan, source)
+    store = history.store
+    while history.updates < config.updates:
+        plan = Plan(phase="sft", tapes=batch_of(tapes, history.updates, config.batch, seed), agents=agents)
+        stats, uses = history.update(plan, history.from_store)
         for use in uses:
             store.append_layer(use)
         if on_update is not None:
             on_update(history.updates, imitation_line(stats, uses))
-        if history.updates % CHECKPOINT_EVERY == 0 and history.updates < target:
+        if history.updates % CHECKPOINT_EVERY == 0 and history.updates < config.updates:
             # The records must be durable before the checkpoint, because a checkpoint with updates that aren't recorded
             # can't be used to resume.
             store.writer.sync()

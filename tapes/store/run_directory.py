@@ -65,14 +65,6 @@ Evaluations = dict[str, HeldOut]
 """Name of an evaluation (`sampled`, `greedy`) -> its rewards."""
 
 
-class Control(Value):
-    """The evaluations after one of a demo's control experiments."""
-
-    sampled: HeldOut
-    greedy: HeldOut
-    trained_tokens: int
-
-
 class PlayerResults(BaseModel):
     """The results of one player."""
 
@@ -109,7 +101,6 @@ class Results(BaseModel):
     corpus_digest: str | None = None
     """Digest of the texts in the corpus when the run began."""
     seconds: dict[str, float] = {}
-    demonstrations: dict[str, float | int] = {}
     reapplied: int = 0
     """Number of updates that resumed processes applied again."""
     before: Evaluations | None = None
@@ -118,7 +109,6 @@ class Results(BaseModel):
     idle_share: float | None = None
     lengths: list[Lengthened] = []
     after: Evaluations | None = None
-    controls: dict[str, Control] = {}
     lost_points: dict[str, int] = {}
     """Tracker -> number of points that it lost."""
     books: Books | None = None

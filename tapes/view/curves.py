@@ -69,10 +69,9 @@ def agent_curves(metrics: Path) -> list[Curve]:
     return [_curve(key.removeprefix(_AGENT), key, lines, MEAN_OF) for key in keys]
 
 
-def reward_plot(name: str, metrics: Path, results: Results, others: Sequence[Curve] = ()) -> Plot:
-    """Return a plot of the mean reward per update: overall, for each agent, for the curves in `others`, and on held-out
-    tasks."""
-    curves = [reward_curve(name, metrics), *agent_curves(metrics), *others, *held_out_curve(results)]
+def reward_plot(name: str, metrics: Path, results: Results) -> Plot:
+    """Return a plot of the mean reward per update: overall, for each agent, and on held-out tasks."""
+    curves = [reward_curve(name, metrics), *agent_curves(metrics), *held_out_curve(results)]
     levels = [
         Level(name=f"held out, {when}", value=mean)
         for when, part in (("before", results.before), ("after", results.after))

@@ -121,7 +121,7 @@ def overview_of(
     if seconds is None:
         seconds = parts_of_time(results)
     if recipe is None:
-        recipe = str(loop.get("recipe") or settings.get("algo") or "reward")
+        recipe = str(loop.get("recipe") or "reward")
     trained = bool(lines or results.lineage)
     config = path / CONFIG
     return Overview(
@@ -193,7 +193,7 @@ def _facts(
     return tuple(facts)
 
 
-_PARTS = {"demonstrations": "demonstrations", "restore": "restore", "sft": "imitation", "rl": "the loop"}
+_PARTS = {"restore": "restore", "sft": "imitation", "rl": "the loop"}
 """Maps keys in `Results.seconds` to the names of parts that follow each other. Other keys lie inside these parts."""
 
 

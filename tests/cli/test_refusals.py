@@ -100,7 +100,7 @@ def test_a_demo_that_isnt_there_is_not_resumed(tmp_path: Path, capsys: pytest.Ca
 def test_a_resumed_demo_has_the_seed_of_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = ("--out", str(tmp_path), "--dry-run")
     main(["demo", "--seed", "5", "--algo", "rloo", *out])
-    (tmp_path / "config.yaml").write_text(capsys.readouterr().out)
+    (tmp_path / "demo.yaml").write_text(capsys.readouterr().out)
     for words, seed in (((), 5), (("--seed", "6"), 6)):
         found = answer_of(capsys, "demo", "--resume", *words, *out)
         assert (found["seed"], found["algo"]) == (seed, "rloo")

@@ -12,6 +12,7 @@ from tapereel.finetune.loop.history import History
 from tapereel.finetune.loop.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
 from tapereel.finetune.run.demonstrations import DemoConfig, PicturesDemoConfig
 from tapereel.finetune.run.players import Team
+from tapereel.finetune.run.policy import load_policy
 from tapereel.finetune.run.training import Training
 from tapereel.finetune.trainer.checkpoint import checkpoints, copied_weights, weights_digest
 from tapereel.tapes import Sampling, Status
@@ -98,7 +99,7 @@ def assert_reproduced(path: Path, fresh: Path, lineage: str, config: DemoConfig 
     """The final weights are those that the `use` records make of the base weights, bit for bit."""
     torch.set_num_threads(1)
     store = Store.open(path, cache=False)
-    history = history_of(store, fresh, lineage, config)
+    history = history_of(store, path, fresh, lineage, config)
     base = weights_digest(copied_weights(history.model))
     assert history.restore() == WARM + UPDATES, "from the base weights: there is no checkpoint here"
     found = weights_digest(copied_weights(history.model))
@@ -112,8 +113,10 @@ def assert_reproduced(path: Path, fresh: Path, lineage: str, config: DemoConfig 
     store.close()
 
 
-def history_of(store: Store, fresh: Path, lineage: str, config: DemoConfig = MICRO) -> History:
-    """The demo's history with the base weights, in a directory without checkpoints."""
+def history_of(store: Store, path: Path, fresh: Path, lineage: str, config: DemoConfig = MICRO) -> History:
+    """The history of the demo in `path` with the base weights, in a directory without checkpoints."""
     fresh.mkdir()
     directory = RunDir(fresh, Results(lineage=lineage), store, resumed=True)
-    return Training(config.training(), directory, config.policy(), Team()).history
+    training = config.training(path)
+    policy = load_policy(training.engine, training.trainer, training.seed)
+    return Training(training, directory, policy, Team()).history

@@ -43,8 +43,9 @@ def start(path: Path, *options: str) -> subprocess.Popen[str]:
 
 
 def bytes_on_tape(run: Path) -> int:
-    """Of the run and its controls; nothing that comes and goes is walked through, as the checkpoints beside them do."""
-    return sum(path.stat().st_size for kind in (".", "controls/*") for path in run.glob(f"{kind}/tapes/*.jsonl"))
+    """Of all the demo's runs; nothing that comes and goes is walked through, as the checkpoints beside them do."""
+    runs = (".", "demonstrations", "controls/*")
+    return sum(path.stat().st_size for kind in runs for path in run.glob(f"{kind}/tapes/*.jsonl"))
 
 
 def moment(run: Path, rng: random.Random, scale: int) -> Callable[[], bool]:
@@ -84,7 +85,7 @@ def test_a_demo_that_is_killed_and_resumed(tmp_path: Path, seed: int, options: l
     kept: dict[str, str] = {}
     kills = 0
     while kills < KILLS:
-        resume = ["--resume"] if (run / "config.yaml").exists() else []
+        resume = ["--resume"] if (run / "demo.yaml").exists() else []
         process = start(tmp_path, *options, *resume)
         if lived(process, moment(run, rng, 2 if options == ["--controls"] else 1)):
             break
