@@ -29,7 +29,8 @@ import tapereel as tr
 from tapereel.agents.engines.embedded.pretrained import load_pretrained
 from tapereel.envs.adapters.calculator import word_problems
 from tapereel.finetune import rows
-from tapereel.finetune.run.demonstrations import SPARE, DemoConfig, calculator, calculator_agent, demo
+from tapereel.finetune.run.demo_scene import calculator, calculator_agent
+from tapereel.finetune.run.demonstrations import SPARE, DemoConfig, demo
 from tapereel.tapes.store.run_directory import METRICS, read_metrics
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.value import Value

@@ -20,7 +20,7 @@ from tapereel.agents import ChatAgent, Request
 from tapereel.envs import Environment, GymAction, GymEnvironment, Outcome, Taskset, calculator_tasks
 from tapereel.envs.adapters.calculator import Calculator
 from tapereel.envs.adapters.reasoning import reasoning_scorer, reasoning_tasks
-from tapereel.finetune.run.demonstrations import calculator_agent
+from tapereel.finetune.run.demo_scene import calculator_agent
 from tapereel.tapes import Answer, Task, Text
 
 __all__ = ["TASKS", "Learnt", "calculator_agent"]

@@ -25,7 +25,7 @@ from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.agents.replay.replayer import replay
 from tapereel.envs.adapters.calculator import Calculator, demonstrate, word_problems
-from tapereel.finetune.run.demonstrations import calculator_agent
+from tapereel.finetune.run.demo_scene import calculator_agent
 from tapereel.tapes import Tape
 from tapereel.tapes.store.store import Store
 

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...envs.checks.reexec import own_environment
 from ...envs.environment import EnvironmentFactory, RestoreMismatch, new_environment
 from ...envs.rewards import load_rewards, rewarded
 from ...tapes import Sampling, Status, Tape
@@ -244,11 +243,11 @@ def branch_run(
     with Store.open(run) as store:
         begin = store.tape(tape).begin
         named = env or settings.get("env")
-        factory = load_env(named) if named is not None else own_environment(begin.env)
-        if factory is None:
+        if named is None:
             raise UsageError(
                 f"no environment is named, and {begin.tape} was recorded in {begin.env.cls}: give `env=...`"
             )
+        factory = load_env(named)
         # Read the tape again, because the step classes that it needs have only now been imported.
         recorded = store.tape(tape)
     rewards = load_rewards(settings.get("rewards") or ())

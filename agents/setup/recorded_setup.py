@@ -1,35 +1,28 @@
 """Reads from a run directory how its tapes were recorded: the agent, the environment and the tokenizer.
 
 The functions import code that the run's configuration names, as a resumed run does. They never import names from a
-tape, since a tape may come from an untrusted source. The demos' agents are recognised by their recorded names.
+tape, since a tape may come from an untrusted source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import JsonValue
 
-from ...envs.adapters.calculator import read_action
-from ...envs.adapters.lamps import read_way
 from ...envs.load_named import load_named
 from ...tapes.common.hub import local_folder
 from ...tapes.errors import UsageError
 from ...tapes.records import Identity
-from ...tapes.steps import Action
 from ...tapes.store.run_directory import CONFIG, recorded_settings
-from ..episode.agent import Agent, qualified
-from ..episode.chat import ChatAgent
+from ..episode.agent import Agent
 from .setup import is_unnamed, load_agent
 
 if TYPE_CHECKING:
     from ..rendering.renderer import Renderer
     from .engine_config import RendererConfig
-
-PARSERS: Mapping[str, Callable[[str], Action]] = {qualified(parse): parse for parse in (read_action, read_way)}
-"""Recorded name of a parser -> the parser, for the agents of the demos."""
 
 
 def tokenizer_folder(run: str | Path) -> str | None:
@@ -62,19 +55,15 @@ def recorded_rendering(run: str | Path) -> RendererConfig:
 
 
 def recorded_agent(run: str | Path, name: Agent | str | None, identity: Identity | None) -> Agent:
-    """Return the agent that `name` is or names.
+    """Return the agent that `name` is or names, or the agent that the run's configuration names if `name` is None.
 
-    If `name` is None, return the agent that the run's configuration names, or else the demo's agent that `identity`
-    describes. Raises UsageError if there is neither.
+    Raises UsageError if neither names an agent. `identity`, the agent on the tapes, is only named in the error.
     """
     if isinstance(name, Agent):
         return name
     recorded = name or recorded_settings(run).get("agent")
     if isinstance(recorded, str):
         return load_agent(recorded)
-    own = _own(identity) if identity is not None else None
-    if own is not None:
-        return own
     recorded_of = f" (the tapes were recorded of {identity.cls or identity.name})" if identity is not None else ""
     raise UsageError(f"{run} has no {CONFIG} that names an agent: give `agent=module:name`{recorded_of}")
 
@@ -85,22 +74,6 @@ def import_steps(run: str | Path) -> None:
     # An environment that Python code passed as an object has no name to import. That code imports its module.
     if isinstance(env, str) and not is_unnamed(env):
         load_named(env)
-
-
-def _own(identity: Identity) -> Agent | None:
-    """Return the demo's agent that `identity` describes, a `ChatAgent` with one of `PARSERS`, or else None.
-
-    The function compares the names on the tape with known names and never imports them.
-    """
-    parse = PARSERS.get(str(identity.config.get("parse")))
-    if parse is None or identity.cls != qualified(ChatAgent):
-        return None
-    known: dict[str, Any] = {
-        key: identity.config[key]
-        for key in ("system", "misreads", "temperature", "max_tokens")
-        if key in identity.config
-    }
-    return ChatAgent(**known, parse=parse, name=identity.name)
 
 
 def with_trainer_settings(engine: Mapping[str, JsonValue], trainer: Mapping[str, JsonValue]) -> dict[str, JsonValue]:

@@ -37,11 +37,9 @@ from ...tapes.audit.verdict import (
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
 from ...tapes.errors import UsageError
-from ...tapes.records import Identity
 from ...tapes.status import trains
 from ...tapes.steps import Unknown
 from ...tapes.store.run_directory import recorded_settings
-from ..adapters.lamps import Lamps
 from ..environment import (
     AnyEnvironment,
     Environment,
@@ -68,8 +66,6 @@ _SHAPES = (
     r"[0-9a-fA-F]{6,}",
 )
 """Patterns for text that often varies, narrowest first: ids, times, addresses, numbers, hashes."""
-CALCULATOR_SETTINGS = ("width", "max_turns", "scorer")
-"""The settings of `Calculator` that are read from a tape."""
 
 
 @dataclass(frozen=True)
@@ -356,7 +352,7 @@ def reexec_run(
     """Execute the actions on the named tapes of a run again, or those on all closed tapes in a split.
 
     `env` is the `module:name` of an environment class or factory. If it is None, the run's configuration names the
-    environment, or each tape names one of the demo environments. `masks` maps a field to the regular expression for the
+    environment. `masks` maps a field to the regular expression for the
     part that may differ, or to None for the whole field. `times` is the number of executions of each tape. If it is 2
     or more, the verdicts name the fields that vary (see `proposed_masks`). One execution may take `seconds` of
     wall-clock time.
@@ -375,22 +371,6 @@ def proposed_masks(verdicts: Iterable[Verdict]) -> dict[str, str | None]:
     return _merged(item for verdict in verdicts for item in verdict.proposed.items())
 
 
-def own_environment(identity: Identity) -> EnvironmentFactory | None:
-    """Return a factory for a demo environment with the settings on the tape. Return None for other environments.
-
-    A tape may come from an untrusted source, so a class path on it is never imported. Other code runs only if the
-    caller or the run's configuration names it.
-    """
-    from ..adapters.calculator import Calculator
-
-    if identity.cls == f"{Lamps.__module__}:{Lamps.__qualname__}":
-        return Lamps
-    if identity.cls != f"{Calculator.__module__}:{Calculator.__qualname__}":
-        return None
-    config: dict[str, Any] = {key: identity.config[key] for key in CALCULATOR_SETTINGS if key in identity.config}
-    return partial(Calculator, **config)
-
-
 def _factory(name: str | None) -> EnvironmentFactory | None:
     """Return the factory called `name`, or None if `name` is None. Raises UsageError if the object is not a factory."""
     if name is None:
@@ -399,12 +379,10 @@ def _factory(name: str | None) -> EnvironmentFactory | None:
 
 
 def _plan(name: str | None, masks: Normalisers, times: int, seconds: float, store: Store) -> Callable[[Tape], Verdict]:
-    """Return the function that checks one tape. Each worker process makes its own. If `name` is None, the function uses
-    the environment that a tape names, if this is one of Tapereel's demo environments."""
-    named = _factory(name)
+    """Return the function that checks one tape. Each worker process makes its own."""
+    make = _factory(name)
 
     def check(tape: Tape) -> Verdict:
-        make = named or own_environment(tape.begin.env)
         if make is None:
             return unverifiable(
                 "reexec",

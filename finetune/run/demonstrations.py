@@ -21,18 +21,17 @@ in random directions, so only the rewards show what a lamp's colour means.
 from __future__ import annotations
 
 import math
-import random
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypedDict, Unpack, cast
 
 from pydantic import Field, model_validator
 
-from ...agents import ChatAgent, Limits, Request
+from ...agents import Limits
 from ...agents.runs.runner import RunConfig, RunSummary, run
 from ...agents.setup.engine_config import EmbeddedConfig, ScriptedConfig
 from ...agents.setup.setup import SeedConfig
-from ...envs.adapters.calculator import Calculator, demonstrate, read_action, word_problems
-from ...envs.adapters.lamps import WAYS, Lamps, lamp_tasks, read_way
+from ...envs.adapters.calculator import word_problems
+from ...envs.adapters.lamps import Lamps, lamp_tasks
 from ...envs.taskset import Taskset
 from ...tapes import Sampling
 from ...tapes.common.config import check_version, dump_config, load_config
@@ -59,6 +58,7 @@ except ModuleNotFoundError as error:
     raise MissingExtra(error.name, "demo", "the demo") from error
 
 
+SCENE = f"{__package__}.demo_scene"
 DEMO = "demo.yaml"
 """The file with the settings of a demo. `config.yaml` has the settings of its training run."""
 SPARE = 1.25
@@ -121,7 +121,7 @@ class DemoConfig(SeedConfig, TrackedConfig):
         object.__setattr__(self, "loop", loop)
         return self
 
-    policy: ClassVar[str] = f"{__name__}:press_a_key"
+    policy: ClassVar[str] = f"{SCENE}:press_a_key"
     """The demonstrator."""
 
     def model(self, out: Path) -> Path:
@@ -138,7 +138,7 @@ class DemoConfig(SeedConfig, TrackedConfig):
     def scene(self) -> DemoScene:
         """Return the agent, the environment and the tasks."""
         tasks = word_problems(self.tasks, self.seed)
-        return {"agent": f"{__name__}:calculator_agent", "env": f"{__name__}:calculator", "tasks": tasks}
+        return {"agent": f"{SCENE}:calculator_agent", "env": f"{SCENE}:calculator", "tasks": tasks}
 
     def shown(self, train_tasks: Taskset) -> Taskset:
         """Return the tasks that are demonstrated."""
@@ -213,7 +213,7 @@ class PicturesDemoConfig(DemoConfig):
         limits=Limits(turns=3, agent_seconds=120.0),
         optimiser=OptimiserConfig(lr=8e-4),
     )
-    policy: ClassVar[str] = f"{__name__}:choose_a_way"
+    policy: ClassVar[str] = f"{SCENE}:choose_a_way"
 
     def model(self, out: Path) -> Path:
         return out / ("model-blind" if self.blind else "model-seeing")
@@ -223,7 +223,7 @@ class PicturesDemoConfig(DemoConfig):
 
     def scene(self) -> DemoScene:
         tasks = lamp_tasks(self.tasks, self.seed, blind=self.blind)
-        return {"agent": f"{__name__}:walker", "env": f"{Lamps.__module__}:{Lamps.__name__}", "tasks": tasks}
+        return {"agent": f"{SCENE}:walker", "env": f"{Lamps.__module__}:{Lamps.__name__}", "tasks": tasks}
 
     def shown(self, train_tasks: Taskset) -> Taskset:
         return Taskset(list(train_tasks)[: self.demonstrations])
@@ -232,32 +232,6 @@ class PicturesDemoConfig(DemoConfig):
         made = super().training(out)
         # The tower begins with random weights, so it must learn too.
         return made.model_copy(update={"trainer": made.trainer.model_copy(update={"freeze": "nothing"})})
-
-
-def press_a_key(request: Request) -> str:
-    """Return the demonstrator's next text in the demo with the calculator."""
-    heard = [message["content"] for message in request.messages if message["role"] == "user"]
-    return demonstrate(heard[0], heard[1:], random.Random(request.seed))
-
-
-def choose_a_way(request: Request) -> str:
-    """Return the demonstrator's next text in the demo with pictures."""
-    return random.Random(request.seed).choice(list(WAYS))
-
-
-def calculator_agent() -> ChatAgent:
-    """Return the demo's agent. An answer is a call of the calculator or a final answer. Other text is a parse error."""
-    return ChatAgent(parse=read_action, name="solver", misreads=0)
-
-
-def walker() -> ChatAgent:
-    """Return the agent of the demo with pictures. An answer is a way, and other text is a parse error."""
-    return ChatAgent(parse=read_way, name="walker", misreads=0)
-
-
-def calculator() -> Calculator:
-    """Return the demo's environment."""
-    return Calculator(scorer="basic_arithmetic", max_turns=4)
 
 
 class ControlSummary(Value):

@@ -2,61 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tapereel.agents import Request, ScriptedEngine, rollout
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
-from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents.runs.runner import RunConfig, run
+from tapereel.agents.setup.engine_config import ScriptedConfig
 from tapereel.cli import main
-from tapereel.tapes.store.store import Store
+from tapereel.envs.adapters.calculator import word_problems
 
 from ...cli.lab import MICRO, SCENE, settings
 
 THOUSAND = 1000
+DEMO = "tapereel.finetune.run.demo_scene"
 
 
 @pytest.fixture(scope="session")
 def thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Demonstrations as the demo records them, with tokens, by its agent in its environment."""
-    from tapereel.envs.adapters.calculator import Calculator, demonstrate, word_problems
-    from tapereel.finetune.run.demonstrations import calculator_agent
-
-    path = tmp_path_factory.mktemp("thousand") / "run"
-    tokenizer = char_tokenizer()
-    tasks = list(word_problems(200))
-
-    def policy(request: Request) -> str:
-        heard = [m["content"] for m in request.messages if m["role"] == "user"]
-        return demonstrate(heard[0], heard[1:], random.Random(request.seed))
-
-    async def play(store: Store) -> None:
-        engine = ScriptedEngine(policy, renderer=Renderer(tokenizer))
-        await asyncio.gather(
-            *(
-                rollout(
-                    calculator_agent(),
-                    lambda: Calculator(scorer="basic_arithmetic", max_turns=4),
-                    tasks[k // 5],
-                    engine=engine,
-                    seed=k,
-                    env_seed=k // 5,
-                    group=f"g{k // 5}",
-                    attempt=k % 5,
-                    split="demo",
-                    journal=store.writer,
-                )
-                for k in range(THOUSAND)
-            )
-        )
-
-    with Store.create(path, durability="os") as store:
-        asyncio.run(play(store))
-    tokenizer.save_pretrained(path / "checkpoints" / "update-000000" / "hf")
-    return path
+    folder = tmp_path_factory.mktemp("thousand")
+    char_tokenizer().save_pretrained(folder / "tokenizer")
+    engine = ScriptedConfig(policy=f"{DEMO}:press_a_key", tokenizer=str(folder / "tokenizer"))
+    config = RunConfig(engine=engine, attempts=5, split="demo", concurrency=256)
+    scene: Any = {"agent": f"{DEMO}:calculator_agent", "env": f"{DEMO}:calculator"}
+    run(config, folder / "run", **scene, tasks=word_problems(THOUSAND // 5))
+    return folder / "run"
 
 
 @pytest.fixture(scope="session")

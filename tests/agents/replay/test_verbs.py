@@ -17,10 +17,10 @@ from tapereel.tapes.records import Reward
 from tapereel.tapes.store.store import Store
 
 from ...cli.lab import answer_of, refusal_of
-from .conftest import THOUSAND
+from .conftest import DEMO, THOUSAND
 
 ROOT = Path(__file__).resolve().parents[3]
-DEMO = "tapereel.finetune.run.demonstrations:calculator_agent"
+SOLVER = f"{DEMO}:calculator_agent"
 
 
 def ids(run: Path, **where: Any) -> list[str]:
@@ -42,7 +42,7 @@ def test_a_thousand_tapes_of_the_demo_replay_under_any_hash_seed(thousand: Path,
 
 def test_the_same_tapes_in_two_processes_and_one_turn_of_one(thousand: Path, capsys: pytest.CaptureFixture[str]):
     some = ids(thousand)[:8]
-    found = answer_of(capsys, "replay", "agent", str(thousand), *some, "--jobs", "2", "--agent", DEMO)
+    found = answer_of(capsys, "replay", "agent", str(thousand), *some, "--jobs", "2", "--agent", SOLVER)
     assert [v["tape"] for v in found["verdicts"]] == some
     assert found["exit_code"] == 0
     found = answer_of(capsys, "replay", "agent", str(thousand), some[0], "--turn", "0")
