@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, and print the summary."""
     from ...agents.setup.profiles import fitted
-    from ...finetune.run.estimate import estimate
+    from ...finetune.api.estimate import estimate
     from ...finetune.run.train_config import TrainConfig
 
     config = load_config(TrainConfig, args.config, scene_settings(args))

@@ -1,6 +1,8 @@
-"""The Python API that `tapereel` exports: `run`, `train`, `evaluate`, `open`, and the class `Run`.
+"""The Python API that `tapereel` exports: `run`, `train`, `evaluate`, `open`, and the class `Run`; also the estimate of
+a run's memory and tokens.
 
-It imports every package below it. Only the root package imports it. `train` imports torch only when it is called.
+It imports every package below it. Only the root package and `cli` import it. `train` imports torch only when it is
+called.
 """
 
 from .public import evaluate, open, run, save_tiny_model, train

@@ -17,9 +17,9 @@ from ...tapes.store.run_directory import CONFIG, RESULTS, Results, RunDir, recor
 from ...tapes.store.store import Store
 from ..loop.history import BrokenHistory, History
 from ..recipes import BrokenRecipes
+from ..run.loaded_run import LoadedRun
 from ..run.player_config import TrainerConfig
-from ..run.players import Team, lineage_of
-from ..run.policy import load_policy
+from ..run.players import lineage_of
 from ..run.train_config import TrainConfig
 from ..run.training import Training
 
@@ -76,14 +76,13 @@ def _begin(run: Path, directory: RunDir) -> tuple[Training, str]:
     config = _on_present_devices(_read_config(run))
     base = f"the model in {config.engine.model}"
     try:
-        policy = load_policy(config.engine, config.trainer, config.seed)
-        training = Training(config, directory, policy, Team(config.players, seed=config.seed))
+        training = Training(LoadedRun.recorded(config, run), directory)
     except BrokenRecipes as error:
         raise Unknown(str(error)) from error
     except (UsageError, BrokenHistory) as error:
         raise Unknown(f"a model that the run began with is gone: {error}") from error
     # The model folder may have been overwritten since. With other base weights, every later update would differ.
-    found, begun = weights_digest(policy.model.state_dict()), directory.results.base
+    found, begun = weights_digest(training.policy.model.state_dict()), directory.results.base
     if begun not in (None, found):
         raise Unknown(
             f"the base weights are gone: the run began with weights of digest {begun}, and those of {base} have digest "

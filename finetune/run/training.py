@@ -9,36 +9,33 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, cast
 
-from ...agents import Agent, Engine
+from ...agents import Engine
 from ...agents.engines.engine import TrainableEngine
 from ...agents.engines.team_engine import check_sight
 from ...agents.episode.seeds import derive_seed
 from ...agents.runs.pass_at_k import NothingInCommon, compare
 from ...agents.runs.runner import rewards_of as recorded_rewards
-from ...envs.environment import EnvironmentFactory
-from ...tapes import Tape, Task
+from ...tapes import Tape
 from ...tapes.common.progress import Progress, silent
+from ...tapes.common.run_async import run_async
 from ...tapes.common.stats import fixed, mean_of
 from ...tapes.records import Use
 from ...tapes.store.run_directory import METRICS, Evaluations, HeldOut, RunDir, read_metrics
 from ..data.by_agent import rewards_of
+from ..interchange.corpus import bring_in_corpus
 from ..loop.history import Plan
-from ..loop.loop import Loop, UpdateReport, check_recipe, check_speaks
+from ..loop.loop import Loop, UpdateReport, check_speaks
 from ..loop.metrics import imitation_line, player_line, rollout_line
 from ..recipes import get_recipe, write_recipes
-from ..trainer.distributed import Processes
-from ..trainer.ranks import Ranks
 from ..trainer.trainer import UpdateStats
 from .evaluation import evaluate
+from .loaded_run import LoadedRun, Scene
 from .longer import end_name
-from .phases import Phases
-from .players import NO_WARM_START, Player, Team
-from .policy import Policy
-from .train_config import MeasuredBy, TrainConfig
-from .warm_start import warm_start
+from .players import NO_WARM_START, Player
+from .train_config import MeasuredBy
+from .warm_start import bring_in, warm_start
 
 
 @asynccontextmanager
@@ -50,53 +47,20 @@ async def closing(engine: Engine) -> AsyncIterator[Engine]:
         await engine.close()
 
 
-@dataclass(frozen=True)
-class Scene:
-    """The agent, the environment and the tasks."""
-
-    agent: Agent
-    env: EnvironmentFactory
-    train_tasks: Sequence[Task]
-    held_out: Sequence[Task]
-    draw: Callable[[int], Task] | None = None
-    """Maps k to the task for group k. None takes `train_tasks` in turn, in an order drawn from the seed."""
-    shows: str | None = None
-    """The same as `LoadedSetup.shows`."""
-
-
 class Training:
     """A training run in its run directory. The caller sets the number of torch threads."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        run: RunDir,
-        policy: Policy,
-        team: Team,
-        scene: Scene | None = None,
-        *,
-        processes: Processes | None = None,
-        progress: Progress = silent,
-    ) -> None:
-        """`policy` and `team` have the models of `config` with their base weights, which updates change in place.
-        `scene` may be None if nothing is sampled, only recorded updates applied again. `processes` compute the updates.
-        None means only this process."""
-        self.config, self.run, self.team, self.progress = config, run, team, progress
-        self.loop = config.loop
-        self.policy = policy.computing(config.loop)
-        self.warm = config.warm or NO_WARM_START
-        self.recipe = get_recipe(config.loop.recipe, config.loop.changes, run=run.store.path)
-        check_recipe(self.loop, self.recipe)
-        if processes is None:
-            phases = Phases(policy, self.loop, self.recipe, self.warm)
-            processes = Processes(Ranks(), policy.model, phases.trainer)
-        self.processes = processes
+    def __init__(self, loaded: LoadedRun, run: RunDir, progress: Progress = silent) -> None:
+        self.loaded, self.run, self.progress = loaded, run, progress
+        self.config, self.team, self.recipe = loaded.config, loaded.team, loaded.recipe
+        self.loop = self.config.loop
+        self.policy = loaded.policy.computing(self.loop)
+        self.warm = self.config.warm or NO_WARM_START
         write_recipes(run.path, {"sft": get_recipe("sft"), "rl": self.recipe})
         self.history = self.policy.history(
-            run.store, run.results.lineage, run.path / "checkpoints", processes.trainer, config.loop
+            run.store, run.results.lineage, run.path / "checkpoints", loaded.processes.trainer, self.loop
         )
-        team.begin(run, self.loop, self.recipe)
-        self._scene = scene
+        self.team.begin(run, self.loop, self.recipe)
         self.shown: Sequence[str] = ()
         """Tapes in this run that the loop may also imitate."""
         self._loop: Loop | None = None
@@ -107,8 +71,29 @@ class Training:
     @property
     def scene(self) -> Scene:
         """The scene. It must not be None, so this is only for a run that samples."""
-        assert self._scene is not None
-        return self._scene
+        assert self.loaded.scene is not None
+        return self.loaded.scene
+
+    def complete(self) -> None:
+        """Restore the weights, then run the warm start and the loop with its evaluations."""
+        results, tapes = self.run.results, self._imitated()
+        self.restore()
+        self._imitate(tapes)
+        if self.loop.corpus is not None:
+            if results.corpus is None:
+                results.corpus = bring_in_corpus(self.loaded.documents(results), self.run.store)
+            self.run.save()
+            self.shown = results.corpus
+        run_async(self._improve())
+
+    def _imitated(self) -> Sequence[str]:
+        """Return the tapes that the warm start imitates. The first call copies them into this run."""
+        warm, results = self.config.warm, self.run.results
+        if warm is not None and results.imitated is None:
+            tapes = self.loaded.tapes_to_imitate()
+            results.imitated = bring_in(warm.tapes, tapes, self.run.store, self.policy.renderer)
+            self.run.save()
+        return results.imitated or ()
 
     def _copy(self) -> Engine:
         """Return an engine with a copy of the current weights of the policy and the players."""
@@ -207,7 +192,7 @@ class Training:
     def _tapes_of(self, uses: Sequence[Use]) -> list[Tape]:
         return [self.run.store.tape(tape, refresh=False) for tape in Plan.of(uses[0]).every]
 
-    def imitate(self, tapes: Sequence[str]) -> None:
+    def _imitate(self, tapes: Sequence[str]) -> None:
         """Make the missing updates of the warm start on these tapes, which the loop may also imitate
         (`loop.demonstrations`). Every process of the run must pass the same tapes in the same order."""
         self.shown = tapes
@@ -235,8 +220,12 @@ class Training:
             )
         self.run.save()
 
-    async def improve(self) -> None:
+    async def _improve(self) -> None:
         """Make the missing updates of the loop, with evaluations on held-out tasks before, during and after it."""
+        async with self.team.opened(self.run):
+            await self._improve_and_evaluate()
+
+    async def _improve_and_evaluate(self) -> None:
         results = self.run.results
         # `before` stays None if the loop began without this evaluation, because those weights are gone.
         if self.scene.held_out and self.history.updates == self.warm.updates and results.before is None:
@@ -245,7 +234,7 @@ class Training:
             self._note_evaluation(0, results.before)
             self.run.save()
         try:
-            await self._improve()
+            await self._make_updates()
         except BaseException:
             if self._evaluation is not None:  # cancelling it closes its episodes as cancelled
                 self._evaluation.cancel()
@@ -260,7 +249,7 @@ class Training:
                 self._note_evaluation(self.history.updates - self.warm.updates, results.after)
             self.run.save()
 
-    async def _improve(self) -> None:
+    async def _make_updates(self) -> None:
         start = self.warm.updates
         if self.history.updates >= start + self.loop.updates:
             # All updates were made, but a crash may have come before the last records or a player's last update.
@@ -308,7 +297,7 @@ class Training:
         engine, players = await self._sampling()
         # Tapes name the version that sampled them, so the record of this version must come before the first tape.
         self.history.record_version("start")
-        scene, start = self.scene, self.warm.updates
+        scene, start, draw = self.scene, self.warm.updates, self.loaded.draw(self.run.results)
         order = list(range(len(scene.train_tasks)))
         random.Random(derive_seed(self.config.seed, "tasks")).shuffle(order)
 
@@ -325,7 +314,7 @@ class Training:
             engine=engine,
             agent=scene.agent,
             env=scene.env,
-            tasks=scene.draw or (lambda k: scene.train_tasks[order[k % len(order)]]),
+            tasks=draw or (lambda k: scene.train_tasks[order[k % len(order)]]),
             recipe=self.recipe,
             shown=self.shown,
             players=players,
@@ -415,8 +404,3 @@ class Training:
                 **scores,
             )
         return found
-
-    def token_counts(self) -> dict[str, int]:
-        """Return the run's accounting of tokens, as `--json` prints it."""
-        assert self.run.results.books is not None
-        return self.run.results.books.counts

@@ -23,7 +23,6 @@ DOORS = {
     "Loop",
     "rollout",
     "rollout_group",
-    "TrainingRun",
     "tapereel",
 }
 """Functions and classes of the package that run episodes or updates by settings or on objects of the user."""

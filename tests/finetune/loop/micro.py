@@ -11,8 +11,7 @@ from tapereel.agents import Limits
 from tapereel.finetune.loop.history import History
 from tapereel.finetune.loop.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
 from tapereel.finetune.run.demonstrations import DemoConfig, PicturesDemoConfig
-from tapereel.finetune.run.players import Team
-from tapereel.finetune.run.policy import load_policy
+from tapereel.finetune.run.loaded_run import LoadedRun
 from tapereel.finetune.run.training import Training
 from tapereel.finetune.trainer.checkpoint import checkpoints, copied_weights, weights_digest
 from tapereel.tapes import Sampling, Status
@@ -117,6 +116,4 @@ def history_of(store: Store, path: Path, fresh: Path, lineage: str, config: Demo
     """The history of the demo in `path` with the base weights, in a directory without checkpoints."""
     fresh.mkdir()
     directory = RunDir(fresh, Results(lineage=lineage), store, resumed=True)
-    training = config.training(path)
-    policy = load_policy(training.engine, training.trainer, training.seed)
-    return Training(training, directory, policy, Team()).history
+    return Training(LoadedRun.recorded(config.training(path), path), directory).history

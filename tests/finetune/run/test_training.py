@@ -21,12 +21,12 @@ from tapereel.finetune.inspect.reproducer import reproduce
 from tapereel.finetune.loop.history import BrokenHistory
 from tapereel.finetune.loop.loop import UnknownAgent
 from tapereel.finetune.loop.plan import Plan
+from tapereel.finetune.run.loaded_run import LoadedRun
 from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.run.train_run import TrainingRun, train
+from tapereel.finetune.run.train_run import train
 from tapereel.finetune.trainer.checkpoint import checkpoints
 from tapereel.finetune.trainer.ranks import Ranks
 from tapereel.tapes.common.config import ConfigError, load_config
-from tapereel.tapes.common.progress import silent
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.records import Record, Use
 from tapereel.tapes.store.run_directory import read_metrics
@@ -370,9 +370,9 @@ def test_several_processes_train_no_players(models: Path, tmp_path: Path):
         size = 2
 
     with pytest.raises(UsageError, match=r"players\.NAME\.frozen"):
-        TrainingRun(*config(models).resolve(), tmp_path / "run", silent, Two())
+        LoadedRun.of(*config(models).resolve(), tmp_path / "run", Two())
     alone = config(models, players={"judge": frozen(models / "guide")})
-    assert TrainingRun(*alone.resolve(), tmp_path / "run", silent, Ranks()).team.policies == {}
+    assert LoadedRun.of(*alone.resolve(), tmp_path / "run", Ranks()).team.policies == {}
 
 
 def test_a_player_may_learn_at_a_pace_of_its_own(models: Path, tmp_path: Path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ...agents.setup.engine_config import EmbeddedConfig
 from ...agents.setup.profiles import shape_of
 from ..loop.loop_config import OWN, SECOND
-from .train_config import TrainConfig
+from ..run.train_config import TrainConfig
 
 WIDE, NARROW = 4, 2
 """Bytes per number in float32 and bfloat16. Trained weights, their gradients and optimiser states are float32."""

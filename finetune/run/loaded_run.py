@@ -1,0 +1,212 @@
+"""Loads everything that a training run's configuration names: models, recipe, agent, environment and tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from ...agents import Agent
+from ...agents.engines.embedded.embedded_engine import DEFAULT_CAPACITY
+from ...agents.engines.team_engine import refuse_pictures
+from ...agents.setup.profiles import fit_critic
+from ...agents.setup.setup import DatasetConfig, LoadedSetup, load_tasks, shown_by
+from ...agents.setup.team_config import check_together
+from ...envs.curriculum import Curriculum, Rate, pass_rates, pools
+from ...envs.environment import EnvironmentFactory
+from ...envs.taskset import BadTasks, Taskset, overlap
+from ...tapes import Task
+from ...tapes.common.text import logger
+from ...tapes.errors import UsageError
+from ...tapes.store.run_directory import Results
+from ...tapes.store.store import Store
+from ..interchange.corpus import read_corpus
+from ..interchange.imported import Conversation
+from ..loop.loop import check_recipe
+from ..loop.loop_config import CriticConfig
+from ..objective.recipe import Recipe
+from ..recipes import get_recipe
+from ..trainer.distributed import Processes
+from ..trainer.ranks import Ranks
+from .phases import Phases
+from .players import NO_WARM_START, Team
+from .policy import Policy, check_custom, load_policy
+from .train_config import CurriculumConfig, EvaluationConfig, TrainConfig
+from .warm_start import choose
+
+log = logger("train")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The agent, the environment and the tasks."""
+
+    agent: Agent
+    env: EnvironmentFactory
+    train_tasks: Sequence[Task]
+    held_out: Sequence[Task]
+    shows: str | None = None
+    """The same as `LoadedSetup.shows`."""
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """What the configuration of a run names. It is loaded before the run directory is made. So if something can't be
+    loaded, no directory is left behind."""
+
+    config: TrainConfig
+    recipe: Recipe
+    """The recipe for the loop's updates."""
+    policy: Policy
+    """The policy with its base weights, which updates change in place."""
+    team: Team
+    processes: Processes
+    """The processes that compute the updates."""
+    scene: Scene | None = None
+    """None if nothing is sampled, only recorded updates applied again."""
+
+    @classmethod
+    def of(cls, config: TrainConfig, setup: LoadedSetup, out: Path, ranks: Ranks) -> LoadedRun:
+        """Load the models and the recipe for a run in `out`. `setup` has the agent, the environment and the tasks.
+        Raises UsageError if any of them can't be used together."""
+        train_tasks, held_out = _split_tasks(setup.tasks, config.evaluation, config.dataset)
+        scene = Scene(setup.agent, setup.env, train_tasks, held_out, shows=setup.shows or shown_by(held_out))
+        recipe = get_recipe(config.loop.recipe, config.loop.changes, run=None if ranks.rank else out)
+        recipe = cast(Recipe, ranks.broadcast(recipe))
+        if recipe.needs_value and "critic" not in config.loop.model_fields_set:
+            # Only now is it known whether a recipe that the user wrote needs values.
+            loop = config.loop.model_copy(update={"critic": CriticConfig()})
+            config = fit_critic(config.model_copy(update={"loop": loop}))
+        check_recipe(config.loop, recipe, None if config.warm or config.loop.corpus else 0)
+        context = config.engine.capacity or (DEFAULT_CAPACITY if config.engine.kind == "embedded" else None)
+        most = config.loop.longest_episode(context)
+        for why in recipe.unfit(most) if most and not ranks.rank else ():
+            at = f"an episode that is one conversation has at most {most} own tokens"
+            log.warning(f"recipe {recipe.name!r}: {why}, and {at}; loop.changes sets another limit")
+        check_together(config.engine, config.players)
+        if ranks.size > 1 and any(not player.frozen for player in config.players.values()):
+            raise UsageError(
+                "several processes compute the updates of one policy only, and players that learn need updates too: "
+                "start a single process, or set players.NAME.frozen"
+            )
+        made = cls._with_models(config, recipe, ranks, scene)
+        if not made.policy.sees:
+            refuse_pictures(str(config.engine.model), scene.shows)
+        return made
+
+    @classmethod
+    def recorded(cls, config: TrainConfig, run: Path) -> LoadedRun:
+        """Load the models and the recipe of the run in `run`, whose recorded updates are to be applied again."""
+        recipe = get_recipe(config.loop.recipe, config.loop.changes, run=run)
+        check_recipe(config.loop, recipe)
+        return cls._with_models(config, recipe, Ranks())
+
+    @classmethod
+    def _with_models(cls, config: TrainConfig, recipe: Recipe, ranks: Ranks, scene: Scene | None = None) -> LoadedRun:
+        policy = load_policy(config.engine, config.trainer, config.seed)
+        team = Team(config.players if not ranks.rank else {}, seed=config.seed)
+        team.load_compared(config.loop, recipe)
+        phases = Phases(policy, config.loop, recipe, config.warm or NO_WARM_START)
+        return cls(config, recipe, policy, team, Processes(ranks, policy.model, phases.trainer), scene)
+
+    @property
+    def train_tasks(self) -> Sequence[Task]:
+        """The tasks to train on. There are none if nothing is sampled."""
+        return self.scene.train_tasks if self.scene is not None else ()
+
+    def tapes_to_imitate(self) -> Sequence[str]:
+        """Return the ids of the tapes in the other run that the warm start imitates, or () if there is no warm start.
+        Raises UsageError if there are too few tapes."""
+        warm = self.config.warm
+        if warm is None:
+            return ()
+        tapes = choose(warm.tapes, self.policy.renderer, split=warm.split, min_reward=warm.min_reward)
+        if len(tapes) < warm.batch:
+            raise UsageError(
+                f"{warm.tapes} has {len(tapes)} tapes to imitate, and warm.batch is {warm.batch}: record more, or "
+                "lower warm.batch"
+            )
+        return tapes
+
+    def documents(self, results: Results) -> Sequence[Conversation]:
+        """Return the documents in `loop.corpus`. Raises UsageError if the corpus has changed since the run began."""
+        assert self.config.loop.corpus is not None
+        documents, digest = read_corpus(self.config.loop.corpus, self.policy.renderer)
+        if results.corpus_digest not in (None, digest):
+            raise UsageError(
+                "loop.corpus has changed since the run began, and the run was interrupted before it had copied it "
+                "completely: restore the corpus, or choose another directory (`out=...`)"
+            )
+        results.corpus_digest = digest
+        return documents
+
+    def draw(self, results: Results) -> Callable[[int], Task] | None:
+        """Return the function that draws the curriculum's tasks, by the pass rates at the start of the run. Return None
+        if there is no curriculum."""
+        config, tasks = self.config.curriculum, self.train_tasks
+        if config is None:
+            return None
+        if not results.task_rates:
+            results.task_rates = _rates_of(config, tasks)
+        return _drawn(config, tasks, results.task_rates, self.config.seed)
+
+    async def check_custom_engines(self) -> None:
+        """Check that the custom engines can be made and used."""
+        policies = [(self.config, False), *((player, player.frozen) for player in self.config.players.values())]
+        for policy, frozen in policies:
+            await check_custom(policy.engine, self.config.loop, frozen=frozen)
+
+
+def _split_tasks(
+    tasks: Taskset, config: EvaluationConfig, dataset: DatasetConfig
+) -> tuple[Sequence[Task], Sequence[Task]]:
+    """Return the tasks to train on and the held-out tasks. No task is in both. `dataset` has the settings for the tasks
+    to train on. Its columns also apply to held-out tasks that have no columns or row function configured."""
+    if config.tasks is not None:
+        columns = config.dataset.columns or ({} if config.task_row else dataset.columns)
+        shared = config.dataset.model_copy(update={"columns": columns})
+        held_out = load_tasks(config.tasks, config.task_row, dataset=shared)
+        common = overlap(tasks, held_out)
+        if common:
+            raise UsageError(
+                f"{common} of the {len(held_out)} held-out tasks are tasks to train on too: hold out others"
+            )
+        train = tasks
+    elif config.fraction:
+        train, held_out = tasks.split(1 - config.fraction, config.fraction)
+        if not len(train) or not len(held_out):
+            raise UsageError(
+                f"evaluation.fraction {config.fraction:g} leaves {len(train)} of {len(tasks)} tasks to "
+                f"train on and {len(held_out)} to evaluate: give more tasks, another fraction, or 0 for no evaluation"
+            )
+    else:
+        return list(tasks), []
+    return list(train), list(held_out)[: config.limit]
+
+
+def _rates_of(config: CurriculumConfig, tasks: Sequence[Task]) -> dict[str, tuple[int, int]]:
+    """Return task hash -> (passed, tried): the numbers of attempts at each of these tasks in the run `config.tapes`.
+    Raises UsageError if that run has no scored attempt at any of them."""
+    with Store.open(config.tapes) as store:
+        found = pass_rates(store.tapes(closed=True), success=config.success)
+    rates = {task.hash: (found[task.hash].passed, found[task.hash].tried) for task in tasks if task.hash in found}
+    if not rates:
+        raise UsageError(
+            f"curriculum.tapes: {config.tapes} has no scored attempt at any of the {len(tasks)} tasks to "
+            "train on, so their difficulty is unknown: record some with `tapereel run`"
+        )
+    return rates
+
+
+def _drawn(
+    config: CurriculumConfig, tasks: Sequence[Task], rates: Mapping[str, tuple[int, int]], seed: int
+) -> Callable[[int], Task]:
+    """Return a function that maps k to the task for group k. Raises UsageError if weights or bounds exclude all
+    tasks."""
+    measured = {name: Rate(passed, tried) for name, (passed, tried) in rates.items()}
+    try:
+        parts = pools(Taskset(tasks), measured, easy=config.easy, hard=config.hard)
+        return Curriculum(parts, config.weights, seed=seed)
+    except BadTasks as error:
+        raise UsageError(f"curriculum: {error}") from error
