@@ -27,7 +27,6 @@ from ...envs.loop_watch import watch_episodes
 from ...envs.rewards.relative import training_reward
 from ...tapes.common.text import logger
 from ...tapes.errors import TapereelError, UsageError
-from ...tapes.store.store import Store
 from ..data.rows import Row
 from ..objective.recipe import Recipe
 from ..recipes import get_recipe
@@ -37,7 +36,7 @@ from .loop_config import LoopConfig
 from .metrics import performance_line, player_line, rollout_line
 from .plan import Plan, batch_of
 from .player import Player, check_players
-from .rollouts import Rollouts, Taken
+from .rollouts import PHASE, Rollouts, Taken
 from .staleness import stale_before
 
 log = logger("loop")
@@ -114,7 +113,6 @@ class Loop:
         self,
         config: LoopConfig,
         *,
-        store: Store,
         history: History,
         engine: TrainableEngine,
         agent: Agent,
@@ -124,14 +122,13 @@ class Loop:
         shown: Sequence[str] = (),
         players: Sequence[Player] = (),
         seed: int = 0,
-        phase: str = "rl",
         start: int | None = None,
         on_update: Callable[[UpdateReport], None] | None = None,
         settled: Callable[[], Awaitable[None]] = _at_once,
     ) -> None:
         """`tasks(k)` returns the task for group k and must return the same task at every call. `recipe` defaults to the
         recipe in `config`. `shown` are tapes in the store that updates also imitate (`loop.demonstrations`). `players`
-        are other policies that learn from the same episodes. `start` is the number of updates at which this phase
+        are other policies that learn from the same episodes. `start` is the number of updates at which the loop
         began; a resumed loop needs it to end at the same update as an uninterrupted loop. It defaults to the current
         number of updates. `settled` is awaited before the engine gets new weights or sleeps."""
         check_engines([engine, lead_of(engine), *(player.engine for player in players)], config)
@@ -139,11 +136,10 @@ class Loop:
         recipe = recipe or get_recipe(config.recipe, config.changes)
         check_recipe(config, recipe, len(shown))
         self.config = config
-        self.store = store
+        self.store = history.store
         self.history = history
         self.engine = engine
         self.seed = seed
-        self.phase = phase
         self.shown = tuple(shown) if config.demonstrations else ()
         self.players = tuple(players)
         check_players(self.players, config.agents, history.lineage, history.updates)
@@ -152,7 +148,6 @@ class Loop:
         self._settled = settled
         self.rollouts = Rollouts(
             config,
-            store=store,
             history=history,
             engine=engine,
             agent=agent,
@@ -160,7 +155,6 @@ class Loop:
             tasks=tasks,
             recipe=recipe,
             seed=seed,
-            phase=phase,
         )
         if self.rollouts.trained is not None:
             self.rollouts.trained |= {path for player in self.players for path in player.agents}
@@ -244,7 +238,7 @@ class Loop:
         config, update = self.config, self.history.updates
         tapes = tuple(tape.id for group in taken.groups for tape in group.usable)
         return Plan(
-            phase=self.phase,
+            phase=PHASE,
             tapes=tapes,
             aside=tuple(tape.id for group in taken.aside for tape in group.usable),
             oldest=stale_before(update, config.max_lag),

@@ -32,7 +32,6 @@ from ...envs.rewards.relative import comparable, compared, layer_of, training_re
 from ...tapes import Tape, Task
 from ...tapes.common.text import logger
 from ...tapes.errors import TapereelError
-from ...tapes.store.store import Store
 from ..data.by_agent import rewards_of
 from ..data.provenance import episode_of
 from ..data.rows import Row, rows
@@ -44,6 +43,8 @@ from .staleness import Pacer, version_number
 
 log = logger("groups")
 
+PHASE = "rl"
+"""The name of the loop's phase in records, seeds and metrics."""
 BARREN_BATCHES = 8
 """The loop stops after this many batches of groups in a row without a usable attempt. The cause must then be permanent,
 and a loop that continues would record failures until the disk is full."""
@@ -102,7 +103,6 @@ class Rollouts:
         self,
         config: LoopConfig,
         *,
-        store: Store,
         history: History,
         engine: Engine,
         agent: Agent,
@@ -110,17 +110,15 @@ class Rollouts:
         tasks: Callable[[int], object],
         recipe: Recipe,
         seed: int,
-        phase: str,
     ) -> None:
         self.config = config
-        self.store = store
+        self.store = history.store
         self.history = history
         self.engine = engine
         self.agent = agent
         self.env = env
         self.tasks = tasks
         self.seed = seed
-        self.phase = phase
         self.trained = None if config.agents is None else frozenset(config.agents)
         """Paths of the agents that are trained, by any of the policies. None means all agents."""
         self.drops_flat = recipe.select.flat == "drop"
@@ -153,7 +151,7 @@ class Rollouts:
 
     def name(self, number: int) -> str:
         """Return the group's id on tape. By this id, `resume` finds the groups of this loop."""
-        return f"{self.history.lineage}/{self.phase}/{number:06d}"
+        return f"{self.history.lineage}/{PHASE}/{number:06d}"
 
     # From an earlier process
 
@@ -163,7 +161,7 @@ class Rollouts:
         If a recorded update names any tape of a group, the whole group counts as used, so no attempt is trained on
         twice.
         """
-        prefix = re.compile(re.escape(f"{self.history.lineage}/{self.phase}/") + r"(\d+)$")
+        prefix = re.compile(re.escape(f"{self.history.lineage}/{PHASE}/") + r"(\d+)$")
         used = {tape for use in self.store.ledger(self.history.lineage).uses for tape in Plan.of(use).every}
         spent: set[int] = set()
         groups: dict[int, Group] = {}
@@ -282,7 +280,7 @@ class Rollouts:
         forks = self.config.forks
         if forks is None or group.prefixes:
             return False
-        rng = random.Random(derive_seed(self.seed, self.phase, group.number, "forks"))
+        rng = random.Random(derive_seed(self.seed, PHASE, group.number, "forks"))
         roots = [tape for tape in group.usable if tape.begin.parent is None and tape.turns > 1]
         points = [
             root.at_turn(turn)
@@ -307,8 +305,8 @@ class Rollouts:
             self.env,
             Task.of(group.task),
             engine=self.engine,
-            seed=derive_seed(self.seed, self.phase, group.number, k, again),
-            env_seed=derive_seed(self.seed, self.phase, group.number, "env"),
+            seed=derive_seed(self.seed, PHASE, group.number, k, again),
+            env_seed=derive_seed(self.seed, PHASE, group.number, "env"),
             group=self.name(group.number),
             attempt=k,
             split="train",

@@ -309,7 +309,6 @@ class Training:
 
         loop = Loop(
             self.loop,
-            store=self.run.store,
             history=self.history,
             engine=engine,
             agent=scene.agent,

@@ -133,7 +133,7 @@ def sampled_here(path: Path, kind: str, policy: Any) -> Loop:
     with Store.create(path, durability="os") as store:
         history = history_in(store, path, settings_of(), policy=policy)
         config = settings_of(updates=BEGIN + 1, max_lag=1)  # the last sync is checked too
-        loop = loop_in(store, history, config, env=EverySecond)
+        loop = loop_in(history, config, env=EverySecond)
         Saboteur(loop.engine, kind)  # type: ignore[arg-type]
         found(loop, "embedded")
     return loop
@@ -142,7 +142,7 @@ def sampled_here(path: Path, kind: str, policy: Any) -> Loop:
 def player(path: Path, kind: str) -> Loop:
     config = settings(updates=4, max_lag=1)
     with Store.create(path, durability="os") as store:
-        loop = loop_of(store, *two(store, path, config), config, env=EverySecondSung)
+        loop = loop_of(*two(store, path, config), config, env=EverySecondSung)
         Saboteur(loop.engine.engines[BASS], kind)  # type: ignore[attr-defined]
         found(loop, "embedded")
     return loop
@@ -158,7 +158,7 @@ def fleet(path: Path, kind: str) -> Loop:
         async with EngineServer(model(), "m").serving() as one, EngineServer(model(), "m").serving() as other:
             engine = await connect(servers(one.url, other.url, model=path / "model"), RENDERER, weights=True)
             history = history_in(store, path / "run", settings_of())
-            loop = loop_in(store, history, settings_of(max_lag=1), engine=engine, env=EverySecond)
+            loop = loop_in(history, settings_of(max_lag=1), engine=engine, env=EverySecond)
             await engine.sync_weights(history.model.state_dict(), history.version)
             Saboteur(other.engine, kind)
             # A server of this kind keeps no prefixes of its own; with one key for all requests it does, as vLLM does.
@@ -210,9 +210,7 @@ def test_updates_that_never_arrive_add_up_until_they_are_seen(lr: float, tmp_pat
     config, verdicts = settings_of(updates=60, max_lag=1, optimiser={"lr": lr}, checkpoint_every=100), list[Any]()
     with Store.create(tmp_path / "run", durability="os") as store:
         history = history_in(store, tmp_path, config)
-        loop = loop_in(
-            store, history, config, on_update=lambda report: verdicts.append(report.metrics["delivery/verdict"])
-        )
+        loop = loop_in(history, config, on_update=lambda report: verdicts.append(report.metrics["delivery/verdict"]))
         loop.engine._decoder.load = lambda state: None  # type: ignore[attr-defined]
         found(loop, "embedded")
     assert " run:0, " in loop.error  # type: ignore[attr-defined]
@@ -247,7 +245,7 @@ async def clean_fleet(path: Path) -> tuple[Loop, list[dict[str, Any]]]:
             engine = await connect(servers(one.url, other.url, model=path / "model"), RENDERER, weights=True)
             history = history_in(store, path / "run", CLEAN)
             await engine.sync_weights(history.model.state_dict(), history.version)
-            loop = loop_in(store, history, CLEAN, engine=engine, on_update=lambda report: lines.append(report.metrics))
+            loop = loop_in(history, CLEAN, engine=engine, on_update=lambda report: lines.append(report.metrics))
             await loop.run()
             await engine.close()
     return loop, lines

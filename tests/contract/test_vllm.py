@@ -313,7 +313,7 @@ def test_the_loop_trains_with_it(with_engine: Callable[[Test], Any], tmp_path: P
         with Store.create(path, durability="os") as store:
             history = history_in(store, path, config, policy=policy(0))
             await engine.sync_weights(history.model.state_dict(), history.version)
-            await loop_in(store, history, config, engine=engine, tasks=tasks(1)).run()
+            await loop_in(history, config, engine=engine, tasks=tasks(1)).run()
 
     with_engine(test)
     assert_books_close(path)

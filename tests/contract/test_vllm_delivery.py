@@ -51,7 +51,7 @@ def loop_on(store: Store, path: Path, engine: RemoteEngine, way: str, **changes:
     trained = add_adapters(policy(0), ADAPTERS, seed=0) if way == "lora" else policy(0)
     history = history_in(store, path, config, policy=trained, lineage=path.name)  # new to the server
     lines: list[dict[str, Any]] = []
-    loop = loop_in(store, history, config, engine=engine, env=Long, on_update=lambda one: lines.append(one.metrics))
+    loop = loop_in(history, config, engine=engine, env=Long, on_update=lambda one: lines.append(one.metrics))
     return history, loop, lines
 
 

@@ -104,14 +104,12 @@ def test_after_a_crash_the_groups_have_the_tasks_that_they_would_have_had(tmp_pa
     config, path = settings_of(updates=4), tmp_path / "run"
     with Store.create(path, durability="os") as store:
         history = history_in(store, path, config)
-        loop = loop_in(store, history, config, tasks=curriculum())
-        loop.stop = lambda: history.updates >= 2  # type: ignore[method-assign]
-        asyncio.run(loop.run())
+        asyncio.run(loop_in(history, settings_of(updates=2), tasks=curriculum()).run())
     with Store.open(path, write=True, durability="os") as store:
         history = history_in(store, path, config)
         history.restore()
         assert history.updates == 2
-        asyncio.run(loop_in(store, history, config, tasks=curriculum()).run())
+        asyncio.run(loop_in(history, config, tasks=curriculum()).run())
     assert_books_close(path)
     whole = curriculum()
     with Store.open(path) as store:

@@ -136,7 +136,7 @@ def engine_of(history: History, **options: Any) -> EmbeddedEngine:
     return EmbeddedEngine(history.model, RENDERER, version=history.version, **{"slots": 64, **options})
 
 
-def loop_in(store: Store, history: History, config: LoopConfig, *, cls: type[Loop] = Loop, **options: Any) -> Loop:
+def loop_in(history: History, config: LoopConfig, *, cls: type[Loop] = Loop, **options: Any) -> Loop:
     options = {
         "engine": engine_of(history),
         "agent": Speaker(),
@@ -145,7 +145,7 @@ def loop_in(store: Store, history: History, config: LoopConfig, *, cls: type[Loo
         "start": 0,
         **options,
     }
-    return cls(config, store=store, history=history, **options)
+    return cls(config, history=history, **options)
 
 
 def run(path: Path, config: LoopConfig, **options: Any) -> tuple[Loop, list[UpdateReport]]:
@@ -154,7 +154,7 @@ def run(path: Path, config: LoopConfig, **options: Any) -> tuple[Loop, list[Upda
     policy = options.pop("policy", None)
     with Store.create(path, durability="os") as store:
         history = history_in(store, path, config, policy=policy)
-        loop = loop_in(store, history, config, on_update=reports.append, **options)
+        loop = loop_in(history, config, on_update=reports.append, **options)
         asyncio.run(loop.run())
     assert_books_close(path)
     return loop, reports

@@ -98,7 +98,6 @@ def test_the_advantage_of_what_follows_a_turn_is_its_return_less_the_value_there
     with Store.create(path) as store:
         # No two tasks begin alike, so that after the cut nobody else asks what a continuation asks.
         loop = loop_in(
-            store,
             history_in(store, path, config),
             config,
             engine=Oracle(),
@@ -200,7 +199,7 @@ def test_a_run_with_forks_goes_on_after_any_death(tmp_path: Path) -> None:
         store = Store.open(path, write=True) if attempt else Store.create(path)
         history = history_in(store, path, config)
         history.restore()
-        done = abandoned(loop_in(store, history, config, env=Flaky, tasks=tasks(2)), rng.randint(2, 200))
+        done = abandoned(loop_in(history, config, env=Flaky, tasks=tasks(2)), rng.randint(2, 200))
         store.close() if done else store.abandon()
         if done:
             break
@@ -246,7 +245,7 @@ def test_what_is_flat_where_forks_are_compared_is_each_turn_s_continuations(tmp_
 def test_forks_and_a_recipe_that_compares_otherwise_are_refused(tmp_path: Path) -> None:
     config = settings_of(forks=ForkConfig())
     with Store.create(tmp_path / "run") as store, pytest.raises(UsageError, match=r"loop\.forks.*\{by: fork\}"):
-        loop_in(store, history_in(store, tmp_path, config), config)
+        loop_in(history_in(store, tmp_path, config), config)
 
 
 def test_a_fork_is_compared_by_hand_too(tmp_path: Path) -> None:

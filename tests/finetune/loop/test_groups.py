@@ -147,7 +147,6 @@ def queue(store: Store, path: Path, env: Any, **changes: Any) -> Queue:
     return Queue(
         Rollouts(
             config,
-            store=store,
             history=history,
             engine=ScriptedEngine(lambda request: "a", renderer=RENDERER),
             agent=Speaker(),
@@ -155,7 +154,6 @@ def queue(store: Store, path: Path, env: Any, **changes: Any) -> Queue:
             tasks=tasks(),
             recipe=get_recipe(config.recipe, config.changes),
             seed=0,
-            phase="rl",
         )
     )
 
@@ -374,7 +372,7 @@ def test_a_resumed_run_uses_no_group_twice_those_set_aside_included(tmp_path: Pa
         store = Store.open(path, write=True) if attempt else Store.create(path)
         history = history_in(store, path, config)
         history.restore()
-        done = abandoned(loop_in(store, history, config, env=Mixed, tasks=tasks(1)), rng.randint(2, 60))
+        done = abandoned(loop_in(history, config, env=Mixed, tasks=tasks(1)), rng.randint(2, 60))
         store.close() if done else store.abandon()
         if done:
             break
@@ -416,7 +414,7 @@ def test_attempts_with_rewards_beyond_the_limit_are_sampled_again(
 
         patch.setattr(store.writer, "append", until_an_update)
         with pytest.raises(Gone):
-            asyncio.run(loop_in(store, history_in(store, path, config), config, env=Huge, tasks=tasks(1)).run())
+            asyncio.run(loop_in(history_in(store, path, config), config, env=Huge, tasks=tasks(1)).run())
         store.abandon()
     with Store.open(path, write=True) as store:
         huge = {tape.id for tape in store.tapes(closed=True) if tape.trains}
@@ -425,7 +423,7 @@ def test_attempts_with_rewards_beyond_the_limit_are_sampled_again(
         reports: list[Any] = []
         history = history_in(store, path, config)
         history.restore()
-        asyncio.run(loop_in(store, history, config, env=Mixed, tasks=tasks(1), on_update=reports.append).run())
+        asyncio.run(loop_in(history, config, env=Mixed, tasks=tasks(1), on_update=reports.append).run())
         used = {name for stored in store.run_records("use") for name in Plan.of(stored.record).every}
     assert used
     assert not used & huge

@@ -123,7 +123,7 @@ def test_a_loop_that_is_abandoned_goes_on_with_the_same_groups(tmp_path: Path, l
         store = Store.open(path, write=True) if attempt else Store.create(path)
         history = history_in(store, path, config)
         history.restore()
-        loop = loop_in(store, history, config, env=Flaky, tasks=tasks(3))
+        loop = loop_in(history, config, env=Flaky, tasks=tasks(3))
         done = abandoned(loop, rng.randint(2, 300))
         store.close() if done else store.abandon()
         if done:

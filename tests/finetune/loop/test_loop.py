@@ -194,7 +194,6 @@ def test_cancelled_rollouts_leave_books_that_close(path: Path) -> None:
     with Store.create(path, durability="os") as store:
         history = history_in(store, path, settings_of())
         loop = loop_in(
-            store,
             history,
             settings_of(updates=1000),
             env=Watched,
@@ -291,7 +290,7 @@ def test_what_can_t_be_trained_on_is_refused_ahead(path: Path) -> None:
             Store.create(path / str(sampling.top_k) / str(sampling.top_p)) as store,
             pytest.raises(ValueError, match=r"temperature.*top_p.*top_k.*`stop`"),
         ):
-            loop_in(store, history_in(store, path, settings_of()), settings_of(sampling=sampling))
+            loop_in(history_in(store, path, settings_of()), settings_of(sampling=sampling))
 
 
 def test_every_version_is_published_once_with_the_digest_of_its_weights(path: Path) -> None:
@@ -324,7 +323,7 @@ def test_an_updates_records_are_durable_before_its_weights_are_published(
     published: list[str] = []
     with Store.create(path, thread=False) as store:
         history = history_in(store, path, config)
-        loop = loop_in(store, history, config, env=Shifted)
+        loop = loop_in(history, config, env=Shifted)
         sync_weights = loop.engine.sync_weights
 
         async def checked(weights: Any, version: str, mode: str) -> None:

@@ -44,7 +44,7 @@ def play(path: Path, updates: int, *, create: bool, env: Any = None) -> None:
         history = history_in(store, path, config, policy=model(3))
         if not create:
             history.restore()
-        asyncio.run(loop_in(store, history, config, env=env or rewarded(Silent, SOURCES), seed=3).run())
+        asyncio.run(loop_in(history, config, env=env or rewarded(Silent, SOURCES), seed=3).run())
 
 
 def of(path: Path) -> list[Tape]:

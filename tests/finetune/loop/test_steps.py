@@ -119,13 +119,13 @@ def test_an_update_cut_off_between_its_epochs_is_finished_by_the_next_process(tm
 
     store.append_layer = limited  # type: ignore[method-assign]
     with pytest.raises(Cut):
-        asyncio.run(loop_in(store, history, config, env=Shifted).run())
+        asyncio.run(loop_in(history, config, env=Shifted).run())
     store.abandon()
     assert len(uses_of(path)) == records
     with Store.open(path, write=True) as store:
         history = history_in(store, path, config)
         history.restore()
-        loop = loop_in(store, history, config, env=Shifted)
+        loop = loop_in(history, config, env=Shifted)
         asyncio.run(loop.run())
         final = digest(history)
     assert [(use.update, use.epoch) for use in uses_of(path)] == [(k, e) for k in range(3) for e in range(3)]
@@ -141,7 +141,7 @@ def test_a_run_of_several_epochs_that_dies_again_and_again_ends_as_one_left_alon
         store = Store.open(path, write=True) if attempt else Store.create(path)
         history = history_in(store, path, config)
         history.restore()
-        done = abandoned(loop_in(store, history, config, env=Shifted, tasks=tasks(1)), rng.randint(2, 250))
+        done = abandoned(loop_in(history, config, env=Shifted, tasks=tasks(1)), rng.randint(2, 250))
         store.close() if done else store.abandon()
         if done:
             break
@@ -264,7 +264,7 @@ def test_demonstrations_are_trained_on_beside_the_batch_and_booked(tmp_path: Pat
     with Store.create(path) as store:
         shown = demonstrations(store)
         history = history_in(store, path, config)
-        asyncio.run(loop_in(store, history, config, env=Shifted, shown=shown).run())
+        asyncio.run(loop_in(history, config, env=Shifted, shown=shown).run())
         final = digest(history)
     books = assert_books_close(path)
     assert books.authored_trained > 0
@@ -289,7 +289,7 @@ def test_demonstrations_that_nothing_uses_or_that_are_missing_are_refused_ahead(
 ) -> None:
     config = settings_of(changes=changes, demonstrations=n)
     with Store.create(tmp_path / "run") as store, pytest.raises(UsageError, match=rf"loop\.demonstrations.*\b{n}\b"):
-        loop_in(store, history_in(store, tmp_path, config), config, shown=[f"t{k}" for k in range(there)])
+        loop_in(history_in(store, tmp_path, config), config, shown=[f"t{k}" for k in range(there)])
 
 
 def rich_history(store: Store, directory: Path, config: LoopConfig) -> History:
@@ -315,7 +315,7 @@ def test_a_reference_an_adaptive_coefficient_and_a_running_average_go_through_th
     with Store.create(path) as store:
         history = rich_history(store, path, config)
         reports: list[Any] = []
-        loop = loop_in(store, history, config, env=Shifted, on_update=reports.append)
+        loop = loop_in(history, config, env=Shifted, on_update=reports.append)
         asyncio.run(loop.run())
         trainer = history.trainer
         assert trainer is not None

@@ -85,7 +85,6 @@ def taught(path: Path, seed: int, updates: int) -> list[list[float]]:
         history = History(store, "run", path / "checkpoints", policy, make, renderer=RENDERER, tokenizer=WORDS)
         loop = Loop(
             config,
-            store=store,
             history=history,
             agent=Asker(),
             env=lambda: Codes(server),

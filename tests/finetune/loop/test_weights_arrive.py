@@ -34,7 +34,7 @@ def resumed(path: Path, engine: Any = engine_of) -> Any:
         history = history_in(store, path, CONFIG)
         history.restore()
         config = CONFIG.model_copy(update={"updates": CONFIG.updates + 1})
-        loop = loop_in(store, history, config, engine=engine(history))
+        loop = loop_in(history, config, engine=engine(history))
         asyncio.run(loop.run())
     return loop
 
@@ -99,7 +99,7 @@ def test_a_sampler_that_lags_by_small_updates_does_not_widen_the_bound() -> None
 
 def test_log_probs_that_are_no_numbers_are_no_delivery(tmp_path: Path) -> None:
     with Store.create(tmp_path / "run", durability="os") as store:
-        loop = loop_in(store, history_in(store, tmp_path, CONFIG), CONFIG)
+        loop = loop_in(history_in(store, tmp_path, CONFIG), CONFIG)
         complete = loop.engine.complete
 
         async def asked(request: Any) -> Any:

@@ -71,13 +71,11 @@ def two(store: Store, path: Path, config: LoopConfig, *, seeds: tuple[int, int] 
     return alto, bass
 
 
-def loop_of(
-    store: Store, alto: History, bass: History, config: LoopConfig, *, frozen: bool = False, **options: Any
-) -> Loop:
+def loop_of(alto: History, bass: History, config: LoopConfig, *, frozen: bool = False, **options: Any) -> Loop:
     engines = {ALTO: engine_of(alto), BASS: engine_of(bass)}
     players = [] if frozen else [Player(history=bass, engine=engines[BASS], agents=(BASS,))]
     options = {"env": Score, "agent": Duet(), "tasks": tasks(1), "start": 0, **options}
-    return Loop(config, store=store, history=alto, engine=TeamEngine(engines), players=players, **options)
+    return Loop(config, history=alto, engine=TeamEngine(engines), players=players, **options)
 
 
 __all__ = ["ALTO", "BASS", "RENDERER", "Duet", "Score", "loop_of", "settings", "two"]

@@ -34,7 +34,7 @@ def trained(path: Path, **changes: Any) -> tuple[list[UpdateReport], dict[str, s
     with Store.create(path, durability="os") as store:
         both = two(store, path, config)
         before = {history.lineage: weights(history) for history in both}
-        asyncio.run(loop_of(store, *both, config, on_update=reports.append, **changes).run())
+        asyncio.run(loop_of(*both, config, on_update=reports.append, **changes).run())
         return reports, before, {history.lineage: weights(history) for history in both}
 
 
@@ -117,14 +117,14 @@ def test_a_player_makes_up_for_what_only_the_loop_recorded(tmp_path: Path) -> No
 
         store.append_layer = dies  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
-            asyncio.run(loop_of(store, *both, config).run())
+            asyncio.run(loop_of(*both, config).run())
     assert {name: len(found) for name, found in uses(path).items()} == {"alto": 2, "bass": 1}
     with Store.open(path, write=True, durability="os") as store:
         both = two(store, path, config)
         for history in both:
             history.restore()
         assert [history.updates for history in both] == [2, 1]
-        asyncio.run(loop_of(store, *both, config).run())
+        asyncio.run(loop_of(*both, config).run())
         assert {history.lineage: weights(history) for history in both} == whole
     assert_books_close(path)
     assert [use.update for use in uses(path)["bass"]] == [0, 1, 2]
@@ -136,14 +136,14 @@ def test_who_trains_whom_must_be_plain(tmp_path: Path) -> None:
         config = settings()
         alto, bass = two(store, tmp_path, config)
         with pytest.raises(BadPlayers, match=r"loop\.agents"):
-            loop_of(store, alto, bass, settings(agents=None))
+            loop_of(alto, bass, settings(agents=None))
         with pytest.raises(BadPlayers, match="'duet/bass'"):
-            loop_of(store, alto, bass, settings(agents=(ALTO, BASS)))
+            loop_of(alto, bass, settings(agents=(ALTO, BASS)))
         with pytest.raises(BadPlayers, match="'alto'"):
-            loop_of(store, alto, history_in(store, tmp_path / "x", config, lineage="alto"), config)
+            loop_of(alto, history_in(store, tmp_path / "x", config, lineage="alto"), config)
         bass.updates = 5
         with pytest.raises(BrokenHistory, match=r"\b5\b.*'alto'.*\b0\b"):
-            loop_of(store, alto, bass, config)
+            loop_of(alto, bass, config)
         assert Player(history=bass, engine=None, agents=(BASS,)).agents == (BASS,)
 
 
@@ -151,7 +151,7 @@ def test_a_group_that_teaches_one_of_them_is_not_flat(tmp_path: Path) -> None:
     """Where flat groups are dropped, one is set aside only if it is flat for everybody who is trained."""
     config = settings(changes={"select": {"flat": "drop"}}, extra_groups=4, updates=1)
     with Store.create(tmp_path / "run", durability="os") as store:
-        loop = loop_of(store, *two(store, tmp_path, config), config)
+        loop = loop_of(*two(store, tmp_path, config), config)
         assert loop.rollouts.trained == {ALTO, BASS}
         asyncio.run(loop.run())
         (use, *_) = [s.record for s in store.run_records("use") if s.record.lineage == "alto"]

@@ -99,7 +99,7 @@ class TestEmbedded(Served):
             with Store.create(path, durability="os") as store:
                 history = history_in(store, path, config, policy=self.policy(0))
                 await engine.sync_weights(history.model.state_dict(), history.version)
-                await loop_in(store, history, config, engine=engine, tasks=tasks(1)).run()
+                await loop_in(history, config, engine=engine, tasks=tasks(1)).run()
 
         runs(test)
         assert_books_close(path)
