@@ -30,7 +30,7 @@ MANY = 8
 """Parameters from which a function is counted."""
 
 NESTED = (
-    {"TrainingRun", "Run"},
+    {"TrainingRun"},
     {"Training"},
     {"Phases"},
     {"Team", "Players", "Player"},
