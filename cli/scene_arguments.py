@@ -48,7 +48,7 @@ def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, needs: str = "") -> None:
-    """Declare `--config`, `--set` and `--dry-run`. The help says that a dry run also prints `needs`."""
+    """Declare `--config`, `--set` and `--dry-run`. In the help, a dry run also prints `needs`."""
     parser.add_argument("--config", metavar="FILE", help="settings in a YAML or TOML file")
     add_set_argument(parser, "seed=3")
     parser.add_argument("--dry-run", action="store_true", help=f"print the resolved configuration{needs}, and stop")

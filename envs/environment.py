@@ -196,7 +196,7 @@ class Environment(Generic[ActionT, TaskT]):
 
     pixels: bool = False
     """True if the observations are known to contain pictures. A run whose engine can't process pictures is then refused
-    at its start. Otherwise such a run is refused only at the first picture."""
+    at its start. Otherwise the run is refused only at the first picture."""
 
     varies: Mapping[str, str | None] = {}
     """Non-deterministic fields to ignore during re-execution, such as `{"reading.text": "[0-9]+ ms"}`. A key is a field

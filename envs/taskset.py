@@ -191,7 +191,7 @@ class Taskset(Sequence[Task]):
 
     def _order(self, seed: int, epoch: int) -> Sequence[int]:
         # Python promises that `random()` of a seeded generator is the same in every version. For `shuffle()` there is
-        # no such promise, so a run resumed under another Python version might draw other tasks.
+        # no promise, so a run resumed under another Python version might draw other tasks.
         rng = random.Random(f"{seed}/{epoch}")
         keys = [rng.random() for _ in self._tasks]
         return sorted(range(len(keys)), key=keys.__getitem__)

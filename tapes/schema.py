@@ -1,7 +1,7 @@
 """The union of all record types, and the rules for extending it.
 
 A later version may add an optional field, a kind of record or a member of an enumeration (docs/store.md, "The schema").
-This version can't know what such an addition means and doesn't guess. Instead, `parse_record` raises a NewerRecord that
+This version can't know what the addition means and doesn't guess. Instead, `parse_record` raises a NewerRecord that
 names the addition.
 """
 

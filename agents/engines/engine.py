@@ -2,7 +2,7 @@
 
 Every engine has the members of `Engine`. The set `Engine.can` names what an engine can do in addition to sampling (its
 capabilities). `MEMBERS` lists the members that each capability needs. Callers check for the capability, for example
-with `"score" in engine.can`, before they use such a member. `check_engine` tests an engine against this interface.
+with `"score" in engine.can`, before they use these members. `check_engine` tests an engine against this interface.
 
 All episodes of a run share one engine. An engine owns its renderer, because the tokenizer belongs to the model. A
 request always carries messages. If the engine has a renderer, the request carries prompt token ids as well.

@@ -34,7 +34,7 @@ class ChatAgent(Agent):
     - `actions`: Action classes that are offered to the model as tools. A function call (`Reply.tool_calls`) becomes an
       instance of one of them. If `ToolCalls` is one of them, any calls are accepted unchanged, and the tools in the
       episode's `ToolOffer` are offered too. An answer without a call becomes an instance of `plain`, an Action with one
-      field, `text`. If `plain` is None, such an answer becomes a `ParseError`.
+      field, `text`. If `plain` is None, a plain answer becomes a `ParseError`.
 
     Either all calls in an answer are made or none. If one can't be read, the whole answer becomes a `ParseError`.
     """

@@ -9,7 +9,7 @@ algorithm with these deviations:
    drawn with the same random number as the answer's first token.
 2. The log-prob of the first token is measured at its own temperature, and training scores it at that temperature. Both
    parts are sampled exactly, so the answer is on-policy data like any other.
-3. If the first token ends the answer or reaches the token limit, it is the whole answer. There is no second request.
+3. If the first token ends the answer or reaches the token limit, it is the whole answer, and no second request is sent.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Limits(Value):
 
     @classmethod
     def recorded(cls, limits: dict[str, JsonValue] | None, **changes: JsonValue) -> Self:
-        """Return the limits that a tape records, with `changes`. If a limit isn't recorded, there is no such limit.
+        """Return the limits that a tape records, with `changes`. A limit that isn't recorded doesn't apply.
 
         Raises UsageError if a limit can't be read.
         """
@@ -77,7 +77,7 @@ class TokenBudget:
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
-        """Maximum number of tokens. None means that there is no limit and no call waits."""
+        """Maximum number of tokens. None means that no call waits."""
         self.used = 0
         """Number of tokens sampled so far."""
         self._held = 0

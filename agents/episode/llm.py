@@ -445,7 +445,7 @@ class _Exchange:
     async def _take_tokens(self) -> int:
         """Take tokens for this call from the episode's limit. Return how many. Raises LimitReached if all are spent.
 
-        In a replay, the engine says how many tokens the recorded call got. That number can't be computed again, because
+        In a replay, the engine knows how many tokens the recorded call got. This number can't be computed again because
         it depended on how long the answers to concurrent calls took, which no tape records.
         """
         llm, request = self._llm, self._pending.request

@@ -96,8 +96,8 @@ async def rollout(
     """Run one episode of `agent` in `env` on `task`, and return its closed tape.
 
     `env` is an instance that no other episode uses, or a factory. If `task` isn't a Task, it becomes the task's private
-    part, which `reset` gets and the agent never sees. `seed` is the seed of the sampling, and `env_seed` that of the
-    environment. By default `env_seed` is derived from `seed`.
+    part, which `reset` gets and the agent never sees. `seed` is used for sampling. `env_seed` is used for the
+    environment and is derived from `seed` by default.
     `fork` is a prefix made by `tape.at_turn(k)`. The environment is restored to the state after this prefix, and the
     episode continues from there. If the environment doesn't reach the recorded state, the episode ends with an error,
     unless `unverified` gives a reason to continue. The reason is recorded.
@@ -500,7 +500,7 @@ def _cause(kind: CauseType, error: BaseException) -> Cause:
 
 @functools.lru_cache(maxsize=4096)
 def _is_user_code(file: str) -> bool:
-    """Return whether a file is the user's, because it is no part of Python, of an installed package or of Tapereel.
+    """Return whether a file is the user's, because it isn't part of Python, of an installed package or of Tapereel.
 
     Code typed into an interpreter or a notebook counts as the user's. Code from `<string>` doesn't, because this is the
     file name of the methods that dataclasses generate.

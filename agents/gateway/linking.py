@@ -4,7 +4,7 @@ A call continues another call if and only if its prompt begins with the exact pr
 call. The order of the records doesn't matter, because a parent may be recorded late. (A cut-off answer is recorded when
 its client disconnects, which may be after the next request.) Each call with an answer gets one of these labels:
 
-    auxiliary  The system messages or tools differ from those of most calls, as in summaries, titles and helper agents.
+    auxiliary  The system messages or tools differ from most calls', as in summaries, titles and helper agents.
                A call that continues an agent's conversation without its tools, or with other tools, still counts as
                that agent's call.
     discarded  The answer was retried (the same prompt was asked again, and this answer was never continued), or its

@@ -1,6 +1,6 @@
 """Converts text to token ids and back, and makes sure that only the chat template writes control tokens.
 
-A *control token* is an added token that is special or that occurs in the chat template. If the text of such a token
+A *control token* is an added token that is special or that occurs in the chat template. If the text of a control token
 occurs in content, a private mark is inserted after its first character. The pieces between marks are encoded
 separately, so the tokenizer can't turn this text into the token.
 """
@@ -44,8 +44,8 @@ class Codec:
     """Encodes and decodes text with its own copy of the tokenizer's backend."""
 
     def __init__(self, tokenizer: ChatTokenizer, literals: str, *, special_text: Literal["split", "refuse"]) -> None:
-        """`literals` is the text that the chat template itself writes. `special_text` says what to do if the text of a
-        control token occurs in content: `split` encodes it as plain text, and `refuse` raises RenderError.
+        """`literals` is the text that the chat template itself writes. `special_text` decides what happens if content
+        contains the text of a control token: `split` encodes it as plain text, and `refuse` raises RenderError.
 
         Raises RenderError if the tokenizer has no backend from the `tokenizers` library.
         """

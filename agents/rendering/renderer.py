@@ -506,7 +506,7 @@ def _longest(
 ) -> tuple[Track | None, int]:
     """Return the track to continue and the number of messages that it shares with `messages`.
 
-    It is the longest track that `messages` begins with. If there is no such track, it is the one that shares the most
+    It is the longest track that `messages` begins with. Otherwise, it is the one that shares the most
     messages. Among equals, a track with the same tools is preferred, and then the later one."""
     best: tuple[bool, int, bool, int] | None = None
     for place, track in enumerate(tracks):

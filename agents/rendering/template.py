@@ -87,7 +87,7 @@ class Template:
         whole, ended = (self._try([_say("user", "Qx")], prompt=prompt) or "" for prompt in (True, False))
         self._at_end = ended[len(_common(whole, ended)) :]
         self.framing: frozenset[str] = self._find_framing()
-        """Control tokens that frame turns. If the text of such a token appears in an answer, it is always plain
+        """Control tokens that frame turns. If their text appears in an answer, it is always plain
         text."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[object] | None = None, *, prompt: bool = True) -> str:
@@ -158,7 +158,7 @@ class Template:
         return "", "", ""
 
     def _find_end_ids(self, more: Sequence[str]) -> tuple[int, ...]:
-        """Return the ids that end an answer, each of them once. Raises RenderError if there are no such ids."""
+        """Return the ids that end an answer, each of them once. Raises RenderError if it finds none."""
         eos = self._tokenizer.special_tokens_map.get("eos_token")
         for name in more:
             if name not in self._codec.control:
@@ -186,7 +186,7 @@ class Template:
         """Return the tokens that frame turns. They appear in test conversations around plain text, or end answers.
 
         In earlier answers, the renderer splits the text of these tokens by marks. Tokens that belong in answers must
-        not be included, because an answer in which the model sampled such a token would then be rendered to other ids.
+        not be included, because an answer in which the model sampled one of them would then be rendered to other ids.
         """
         q, a, r = _say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")
         tool = {"role": "tool", "name": "lookup", "tool_call_id": _CALL["id"], "content": "Tx"}

@@ -71,7 +71,7 @@ def read_tool_calls(
 
     `tools` has the names or schemas of the offered tools. A JSON object after a mark such as `<tool_call>` is always a
     call. Without a mark, it is a call only if it names an offered tool. If the engine has parsed calls itself, `native`
-    has them in the chat format, and the text isn't read. `thinking` says whether the prompt has opened a thought in
+    has them in the chat format, and the text isn't read. `thinking` is true if the prompt has opened a thought in
     which the answer begins.
     """
     if native:
@@ -93,8 +93,8 @@ def free_prefix(text: str, fresh: bool, thinking: bool) -> tuple[int, bool, bool
     """Return (n, fresh, thinking) for `text`, the part of an answer that a stream hasn't sent yet. Its first n
     characters belong to the answer's content, whatever follows.
 
-    `fresh` says whether a position follows the beginning of the answer or the end of a thought, with at most white
-    space in between. `thinking` says whether it is inside a thought. The arguments are for the beginning of `text`, and
+    `fresh` is true if a position follows the beginning of the answer or the end of a thought, with at most white
+    space in between. `thinking` is true if it is inside a thought. The arguments are for the beginning of `text`, and
     the results are for position n. No part of what `read_tool_calls` may later read as a call is among the n
     characters, because the stream would send it as text.
     """

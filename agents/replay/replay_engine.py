@@ -44,7 +44,7 @@ class Diverged(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class ReplayStats:
-    """Statistics in the same form as those of other engines."""
+    """Statistics in the same form as in other engines."""
 
     busy_seconds: float = 0.0
     """Always 0, because looking up a recorded answer takes no significant time."""
@@ -104,7 +104,7 @@ class ReplayEngine:
         return await self.answer(call, request)
 
     def take(self, request: Request) -> tuple[Tape, Call]:
-        """Remove the recorded call for this request and return it. Raises Diverged if there is no such call left."""
+        """Remove the recorded call for this request and return it. Raises Diverged if none is left."""
         found = self._find(request)
         if found is None:
             raise Diverged(_unrecorded(self._only, request))
@@ -133,7 +133,7 @@ class ReplayEngine:
         return min(call.sampling.max_tokens, request.sampling.max_tokens) if cut else request.sampling.max_tokens
 
     def _find(self, request: Request) -> list[tuple[Tape, Call]] | None:
-        """Return the list whose last item is the recorded call for this request, or None if no such call is left."""
+        """Return the list whose last item is the recorded call for this request, or None if none is left."""
         found = self._recorded.get((request.path, request.seed))
         if found:
             return found
@@ -148,7 +148,7 @@ class ReplayEngine:
     def _may_be(self, call: Call, conversation: str) -> bool:
         """Return whether a request in this conversation may be the recorded call.
 
-        The name of an external program's conversation is derived from its first messages. If such a name isn't
+        The name of an external program's conversation is derived from its first messages. If this name isn't
         recorded, these messages have changed, and the request is matched so that the comparison can say how.
         """
         if call.conversation == conversation or not self.patience or self._only is None:

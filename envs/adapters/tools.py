@@ -217,8 +217,9 @@ def _image_in(value: Any) -> Any:
 async def with_pictures(messages: Sequence[Message], row: object) -> tuple[list[Message], list[Visual]]:
     """Return the messages with a content part for each picture and video in the row, and these visuals in order.
 
-    The content part is `{"type": "image"}` or `{"type": "video"}`. If the messages have no such parts, these go before
-    the text of the first user message, as in TRL. Raises BadPicture if there are more or fewer parts than visuals.
+    The content part is `{"type": "image"}` or `{"type": "video"}`. If the messages have none of these, they are put
+    before the text of the first user message, as in TRL. Raises BadPicture if the messages have more or fewer parts
+    than there are visuals.
     """
     shown = [one if isinstance(one, Visual) else await Picture.read(one) for one in _shown(row)]
     # In an Arrow column, every part has the keys of all parts. A key that it lacked has the value None.

@@ -185,7 +185,7 @@ class Probe:
         )
 
     def _frame(self, frames: Sequence[traceback.FrameSummary], *, any_file: bool = False) -> str | None:
-        """Return the innermost frame in the environment's own files. If there is no such frame and `any_file` is set,
+        """Return the innermost frame in the environment's own files. If none is found and `any_file` is set,
         return the innermost frame in any file."""
         own = [frame for frame in frames if frame.filename in self._files] or (list(frames) if any_file else [])
         return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else None

@@ -17,7 +17,7 @@ class Finding(Value):
     sentence: str
     """What happened and how to correct it."""
     where: str | None = None
-    """The line that causes the fault, as `file:line in function`, or None if there is no such line."""
+    """The line that causes the fault, as `file:line in function`, or None if no line does."""
 
 
 class CheckReport(Value):

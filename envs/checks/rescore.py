@@ -111,7 +111,7 @@ def _sides(
 
 
 def _source(component: str, sources: Iterable[RewardSource[Any]]) -> RewardSource[Any] | None:
-    """Return the source of a component, whose name is that of the component or the part before one of its slashes."""
+    """Return the source of a component, whose name is the component's name or the part before one of its slashes."""
     named = {source.name: source for source in sources}
     parts = component.split("/")
     return next((named[name] for k in range(len(parts), 0, -1) if (name := "/".join(parts[:k])) in named), None)

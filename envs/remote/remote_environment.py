@@ -73,7 +73,7 @@ class RemoteEnvironment(Proxy):
         """The server's size limit for a message, in bytes. It is 0 before the greeting."""
 
     async def close(self) -> None:
-        """Release the environment on the server. A lost session is no error, since an earlier call has reported it."""
+        """Release the environment on the server. A lost session isn't an error here: an earlier call reported it."""
         over, self._over = self._over, self._over or "it is closed"
         if self._channel is None:
             return

@@ -96,7 +96,7 @@ def as_script(messages: Sequence[Message]) -> str:
 
 
 def checked(scores: object, samples: Sequence[Sample], who: str) -> list[ModelScore]:
-    """Return the scores. Raises WrongAnswer if their number differs from that of the samples, or if one is invalid.
+    """Return the scores. Raises WrongAnswer if their number differs from the number of samples, or if one is invalid.
 
     A valid score is a finite number, a mapping from names to finite numbers, or None.
     """

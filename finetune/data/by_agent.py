@@ -97,7 +97,7 @@ def _part(episode: Episode, path: str) -> Episode:
 
 
 def check_addresses(episodes: Iterable[Episode], rows: Iterable[Row]) -> None:
-    """Raise BadBatch if a reward is for a path that no agent has, because such a reward would train no token."""
+    """Raise BadBatch if a reward is for a path that no agent has, because it would train no token."""
     wanted = {path for episode in episodes for path in episode.alone}
     there = {path for row in rows for path in row.agents}
     if wanted - there and there:

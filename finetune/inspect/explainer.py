@@ -1,6 +1,6 @@
 """Explain: shows which role each token in a tape had in training, and why.
 
-The rows are made by the same converter as in training. The ledger says which tokens were trained on. Advantages are
+The rows are made by the same converter as in training. The ledger names the tokens that were trained on. Advantages are
 computed again from the batch in the ledger, with the recipe that the run recorded. The run is only read.
 """
 

@@ -78,7 +78,7 @@ class Reproduction(Value):
     """Number of checkpoints whose weights equal those that were derived."""
     trainers: int = 0
     """Number of these checkpoints in which the state of the trainer (optimiser, counts, moments, coefficients,
-    averages, critic) equals the derived state. The base checkpoint has no such state."""
+    averages, critic) equals the derived state. The base checkpoint has no trainer state."""
     tapes: int = 0
     """Number of tapes that were trained on. Each has the content that its updates read."""
     digest: str | None = None
@@ -172,7 +172,7 @@ def _run_of(checkpoint: Path) -> Path:
 
 def _find_checkpoint(run: Path, name: str | Path | None, found: Sequence[Checkpoint]) -> Checkpoint:
     """Return the checkpoint that `name` stands for: a directory, `update-000040` or `40`. None stands for the last
-    checkpoint. Raises UsageError if there is no such checkpoint."""
+    checkpoint. Raises UsageError if there is none."""
     if not found and name is None:
         raise UsageError(
             f"{run} has no checkpoint: it is not a training run, or it has not written its first checkpoint yet"

@@ -87,7 +87,7 @@ class Conversation:
     """One conversation, which becomes one tape."""
 
     id: str = ""
-    """Id of the tape that the conversation was exported from. It is empty if there is no such tape."""
+    """Id of the tape that the conversation was exported from. It is empty if it wasn't exported from a tape."""
     answers: tuple[Said, ...]
     by: str = MODEL
     """Path of the agent that gave these answers."""

@@ -136,7 +136,7 @@ def renderer_of(tokenizer: str | Path | None) -> Renderer | None:
 
 
 def _some(made: Iterator[Mapping[str, object]], counts: Counter[str], path: Path) -> Iterator[Mapping[str, object]]:
-    """Return the records. Raises NothingToExport if there are no records."""
+    """Return the records. Raises NothingToExport if it finds none."""
     first = next(made, None)
     if first is None:
         empty, untokenized = counts["without_own"], counts["without_tokens"]

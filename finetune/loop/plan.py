@@ -1,4 +1,4 @@
-"""A plan says how an update makes its batch from recorded tapes. It is part of the update's `use` record.
+"""A plan describes how an update makes its batch from recorded tapes. It is part of the update's `use` record.
 
 An update makes one version of the policy. It may pass over its batch in several epochs and divide the batch into
 mini-batches, with one optimiser step per mini-batch. Each epoch has its own `use` record.
@@ -101,7 +101,7 @@ class Plan(Value):
 
     def info(self) -> dict[str, JsonValue]:
         """Return the plan as it is stored in a `use` record. Fields with their default are left out, so a record made
-        before such a field existed equals a record made now."""
+        before the field existed equals a record made now."""
         whole = self.model_dump(mode="json", include=set(Plan.model_fields))
         kept = ("phase", "tapes", "oldest", "rewards")
         return {

@@ -53,7 +53,7 @@ EXTRA_BATCHES = 3
 
 
 class NothingUsable(TapereelError, RuntimeError):
-    """Too many groups in a row have no attempt that can be trained on. The message says how the last attempt ended."""
+    """Too many groups in a row have no attempt that can be trained on. The message has the end of the last attempt."""
 
 
 class Filled(StrEnum):
@@ -390,7 +390,7 @@ class Rollouts:
         return taken
 
     def applied(self, tapes: tuple[str, ...], *, more: bool) -> None:
-        """Forget these tapes after their update is recorded and its weights are published. `more` says whether further
+        """Forget these tapes after their update is recorded and its weights are published. `more` is true if further
         groups may start. It is false after the last update, because no update would use them."""
         for tape in tapes:
             del self.converted[tape]

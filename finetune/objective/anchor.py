@@ -36,7 +36,7 @@ class Anchor(Term):
     """The log-prob in the ratio's denominator: the one that the sampler recorded, or one that the trainer
     recomputes."""
     weight: Literal["none", "truncate", "mask"] = "none"
-    """How the importance weight of `recomputed` is bounded. With `none`, there is no weight."""
+    """How the importance weight of `recomputed` is bounded. With `none`, tokens have no weight."""
     per: Per = "token"
     """The unit that shares one importance weight."""
     combine: Literal["mean", "sum"] = "mean"

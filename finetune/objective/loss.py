@@ -3,7 +3,7 @@
 `prepare` runs once per rollout batch, on whole groups. It computes everything that doesn't depend on the weights of the
 model: which tokens enter the update, and their advantages. `Part.loss` computes the loss of any subset of the tokens in
 an optimiser batch, loss = sum_t w_t l_t. The token weights w are fixed for the whole optimiser batch, so the losses and
-gradients of disjoint subsets (micro-batches, ranks) add up to those of the whole batch.
+gradients of disjoint subsets (micro-batches, ranks) add up to the gradient of the whole batch.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ def prepare_batches(
     """Return the batch for `stream`, which was made from `rows` and `episodes` and may contain several rollout batches.
 
     A term that compares over a batch (`by = batch`) compares within each rollout batch. The token weights are computed
-    once, over all rollout batches, so the gradient equals that of one large batch unless a term compares over a batch.
+    once, over all rollout batches. So the gradient is the same as for one large batch, unless a term compares over a
+    batch.
 
     `sizes` gives the number of episodes in each rollout batch, in the order of `episodes`. If it is empty, there is one
     rollout batch. Raises BadBatch if the sizes don't add up to the number of episodes.

@@ -34,7 +34,7 @@ class Score(Term):
     temperature: Literal["recorded", "one"] = "recorded"
     """The temperature T of the log-probs: the one at which each token was sampled (`recorded`), or 1 (`one`)."""
     head: Literal["weights", "float32"] = "weights"
-    """Dtype of the output layer's matrix product: that of its weights, or float32 if they are narrower. The engine that
+    """Dtype of the output layer's matrix product: its weights' dtype, or float32 if they are narrower. The engine that
     samples must use the same dtype. Otherwise the log-probs of sampler and trainer differ by rounding."""
     entropy: bool = False
     """Whether to report the exact entropy of every token. It is always computed for a regulariser that needs it."""
@@ -145,7 +145,7 @@ class Recipe(Term):
 
     @property
     def imitation(self) -> float:
-        """Coefficient of the demonstrations' cross-entropy. If it is 0, there is no training on demonstrations."""
+        """Coefficient of the demonstrations' cross-entropy. 0 turns training on demonstrations off."""
         return sum(term.coefficient for term in self.regulariser if isinstance(term, Demonstrations))
 
     @property

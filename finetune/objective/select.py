@@ -59,7 +59,7 @@ class Select(Term):
     entropy_top: float | None = Field(default=None, gt=0, le=1)
     """Share of each episode's tokens that keep their loss. If None, all keep it."""
     kl_mask: float | None = Field(default=None, gt=0)
-    """Largest (lp - old)^2 / 2 at which a token keeps its loss. If None, there is no bound."""
+    """Largest (lp - old)^2 / 2 at which a token keeps its loss. None sets no bound."""
     shift_mask: float | None = Field(default=None, gt=0)
     """Largest change of a token's probability, in the direction of its advantage, at which the token keeps its loss. If
     None, there is no bound."""
@@ -78,7 +78,7 @@ class Select(Term):
         self, scored: Tensor, stream: Stream, context: Context, *, by_fork: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return two masks (E,): the episodes that enter the update, and those whose rewards are compared. `by_fork`
-        says whether the baseline compares by fork."""
+        is true if the baseline compares by fork."""
         table, compared, entered = stream.episodes, scored, scored
         first = self.keep is not None and self.keep_when == "before_baseline"
         if first:

@@ -87,7 +87,7 @@ class PPO(Surrogate):
     high: float = Field(default=0.2, ge=0)
     """The ratio is clipped to at most 1 + high."""
     dual: float | None = Field(default=None, gt=1)
-    """Upper bound of the ratio where the advantage is negative (dual clip). If None, there is no such bound."""
+    """Upper bound of the ratio where the advantage is negative (dual clip). None sets no bound."""
     per: Per = "token"
     """The unit that has one ratio. The ratio of a turn or an episode is the geometric mean of its tokens' ratios."""
 

@@ -25,7 +25,7 @@ rft = Recipe(
 
 Source: Yuan et al. 2023 (arXiv 2308.01825).
 
-1. `select.bounds` says which rewards are high enough. An unscored episode never qualifies.
+1. `select.bounds` decides which rewards are high enough. An unscored episode never qualifies.
 """
 
 minor_sft = Recipe(

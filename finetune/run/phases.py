@@ -136,7 +136,7 @@ class Phases:
 
 def _check_compared(loop: LoopConfig, recipe: Recipe, how: ReferenceConfig, start: str) -> None:
     """Raise UsageError if the recipe needs a reference or a teacher that no setting names, if a setting names a model
-    that the recipe doesn't use, or if the policy would only be compared with itself. `start` says which weights the
+    that the recipe doesn't use, or if the policy would only be compared with itself. `start` names the weights that the
     loop begins with: `warm` or `base`."""
     reference = None if how.model == "none" else how.model
     # `base` is allowed without an error, because some configurations name it although their recipe needs no reference.

@@ -140,7 +140,7 @@ class Team:
 
     async def playing(self, lead: TrainableEngine) -> tuple[TrainableEngine, list[Player]]:
         """Return the team with which the loop samples (`lead` and the players), and the trained players. Closing the
-        team closes all engines except those of frozen players, because evaluations use these too."""
+        team closes all engines except the frozen players', because evaluations use these too."""
         own: dict[str, Engine] = {}
         players: list[Player] = []
         try:

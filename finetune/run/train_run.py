@@ -83,7 +83,7 @@ class TrainSummary(Value):
     report: str
     """The HTML file that shows these results."""
     compared: dict[str, str] = Field(default={})
-    """`reference` and `teacher` -> name and digest of the model, if the recipe uses such a model."""
+    """`reference` and `teacher` -> name and digest of the model, if the recipe uses them."""
     advice: tuple[str, ...] = ()
     """Suggestions of where to look if training doesn't work. Each suggestion is one sentence."""
 

@@ -70,7 +70,7 @@ class Checkpoint:
         """Return, by tape id, the digest of each tape that was trained on, followed by the digests of the layers that
         the tape was read with.
 
-        The result is empty if the checkpoint has no such list. Raises BadCheckpoint if the file's digest isn't the
+        The result is empty if the checkpoint has no list. Raises BadCheckpoint if the file's digest isn't the
         recorded one."""
         about = self.state.get("taught")
         if about is None:
@@ -206,7 +206,7 @@ def remove_partial(directory: Path) -> None:
 def checkpoints(directory: Path, *, damaged: bool = True) -> list[Checkpoint]:
     """Return the complete checkpoints under `directory`, oldest first.
 
-    Raises BadCheckpoint if a state.json can't be read. If `damaged` is False, such a checkpoint is left out instead,
+    Raises BadCheckpoint if a state.json can't be read. If `damaged` is False, that checkpoint is left out instead,
     with a warning in the log.
     """
     found: list[Checkpoint] = []

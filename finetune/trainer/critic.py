@@ -70,7 +70,7 @@ class Critic(nn.Module):
         vision: Vision | None = None,
     ) -> None:
         """`model` is the model that contains `body`: the policy, or the critic's own copy of a vision model. It is None
-        if the critic owns only the body. `vision` says how `model` sees pictures."""
+        if the critic owns only the body. `vision` has the details of how `model` sees pictures."""
         super().__init__()
         reference = next(body.parameters())
         self.head = nn.Linear(hidden, 1, dtype=reference.dtype, device=reference.device)
@@ -185,7 +185,7 @@ class CriticTrainer:
         """`passes` is the number of optimiser steps on each update's targets. With one step, the critic learns too
         slowly for a short run. `balance` is the coefficient of the load-balancing loss (`router`) of a critic with its
         own body. The head keeps the dtype of its weights under `options.autocast`. `ranks` are the processes that step
-        together, the same as those of the policy's trainer."""
+        together, as in the policy's trainer."""
         self.critic = critic
         self.ranks = ranks or Ranks()
         if critic.owns_body:

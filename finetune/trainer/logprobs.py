@@ -74,7 +74,7 @@ def states(body: nn.Module, micro: Micro, model: nn.Module) -> Tensor:
     pictures."""
     prefix, rest = inputs(body, micro, model)
     if prefix is None:
-        # There is no mask and no cache. If rows are packed, the model sees from restarting indices where each row ends.
+        # The call has no mask and no cache. If rows are packed, restarting indices show the model where each row ends.
         hidden = body(**rest, use_cache=False).last_hidden_state
     else:
         cache = body(**prefix, use_cache=True).past_key_values
@@ -126,7 +126,7 @@ def score(
 ) -> Scores:
     """Return the scores of all own tokens of `rows`, in row order, without gradient.
 
-    `live` (T,) bool says which tokens are scored. The scores of the others are NaN. `ranks` are the processes that
+    `live` (T,) bool marks the tokens that are scored. The scores of the others are NaN. `ranks` are the processes that
     score rows at the same time. For `pack` and `vision`, see `plan`.
     """
     ranks = ranks or Ranks()

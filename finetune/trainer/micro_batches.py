@@ -99,9 +99,9 @@ def plan(
 ) -> list[Micro]:
     """Return micro-batches that together hold every own token once, or only the tokens where `live` (T,) is True.
 
-    Rows without such a token are left out. A row whose tokens and picture patches exceed `micro_tokens` is a
+    Rows without one are left out. A row whose tokens and picture patches exceed `micro_tokens` is a
     micro-batch by itself. With `share`, the prefix that a group's rows share is forwarded once if that saves enough.
-    With `pack`, rows without a shared prefix are packed instead of padded. `vision` says how the model sees pictures.
+    With `pack`, rows without a shared prefix are packed instead of padded. `vision` is how the model sees pictures.
     Raises BadBatch if `vision` is None and a row shows a picture.
     """
     start = np.concatenate([[0], np.cumsum([len(row.own) for row in rows])]).astype(np.int64)

@@ -19,7 +19,7 @@ class StepOptions:
     eps: float = 1e-8
     weight_decay: float = 0.0
     grad_clip: float | None = 1.0
-    """Largest gradient norm. If None, there is no bound."""
+    """Largest gradient norm. None sets no bound."""
     schedule: Schedule = Schedule()
     micro_tokens: int = MICRO_TOKENS
     """Maximum number of tokens in a micro-batch. A longer row is a micro-batch of its own."""
@@ -39,7 +39,7 @@ class TrainerOptions(StepOptions):
     critic_first: int = 0
     """Number of updates at the start in which only the critic learns."""
     ema: float | None = None
-    """Decay of the running average of the weights in `Trainer.averaged`. If None, there is no average."""
+    """Decay of the running average of the weights in `Trainer.averaged`. None keeps no average."""
     pack: bool | None = None
     """Whether to pack rows end to end instead of padding them. If None, they are packed on a GPU whose attention kernel
     supports variable lengths."""

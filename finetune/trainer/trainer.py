@@ -66,7 +66,7 @@ class Trainer(PolicyTrainer):
         vision: Vision | None = None,
     ) -> None:
         """`reference` and `teacher` are frozen models, or `EarlierWeights` of the policy. `ranks` are the processes
-        that step together. `vision` says how `model` sees pictures, and is None for a text model."""
+        that step together. `vision` is how `model` sees pictures, or None for a text model."""
         objective.check_needs(
             recipe, reference=reference is not None, teacher=teacher is not None, critic=critic is not None
         )

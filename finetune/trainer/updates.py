@@ -47,8 +47,8 @@ class UpdateStats:
     step: int
     """Number of updates that the trainer has applied, including this one if it was applied."""
     skipped: Skip | None
-    """None if the step was applied. Otherwise the weights are unchanged, and this says which number wasn't finite or
-    that no token had a gradient."""
+    """None if the step was applied. Otherwise the weights are unchanged, and this names the value that wasn't finite,
+    or says that there was nothing to train on."""
     loss: float
     """Sum of w l over the tokens of this process (of all ranks with `DistributedTrainer`), or NaN if it isn't
     finite."""
@@ -76,7 +76,7 @@ class UpdateStats:
     @property
     def mismatch(self) -> float | None:
         """Largest |log-prob now - log-prob at sampling| over the forwarded tokens that these weights sampled, or None
-        if there are no such tokens."""
+        if there are none."""
         return self.sums.highs.get("mismatch")
 
     @property

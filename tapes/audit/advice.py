@@ -1,7 +1,7 @@
 """Advice: signs of trouble in a run's numbers, one sentence for each, with the next step.
 
 Advice is printed at the end of `run` and `train`, and shown on the run's overview. It is based on summaries, metrics
-and the newest tapes. If there is no advice, none of these signs was found. This doesn't mean that the run is right.
+and the newest tapes. Without advice, none of these signs was found. This doesn't mean that the run is right.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Anomaly(Value):
     kind: str
     """The kind, as in the first column of the table at the top of this file."""
     what: str
-    """The component, action or error. It is empty if the anomaly has no such part."""
+    """The component, action or error. It is empty if the anomaly has none."""
     count: int
     """Number of times that the anomaly occurred."""
     of: int | None

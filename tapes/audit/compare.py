@@ -121,7 +121,7 @@ class RunDiff(Value):
     scored: int
     """Number of tasks with a scored attempt in both runs."""
     mean_first: float | None
-    """Mean of `TaskDiff.first` over these tasks, or None if there are no such tasks."""
+    """Mean of `TaskDiff.first` over these tasks, or None without tasks."""
     mean_second: float | None
     tasks: tuple[TaskDiff, ...]
     """All tasks that differ, in the order lost, changed, won, then tasks that only one run has. Each part is sorted by

@@ -52,7 +52,7 @@ class _Line(NamedTuple):
 
 def keep_verdicts(run: Path, verdicts: Verdicts, given: Mapping[str, str]) -> Path | None:
     """Write the verdicts on closed tapes to a new file, which is durable when this call returns. Return its path, or
-    None if there are no such verdicts.
+    None if there are none.
 
     `given` holds the parts that the caller named, as in `Check.given`. Raises OSError if the run can't be written to.
     """

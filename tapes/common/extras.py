@@ -14,7 +14,7 @@ package."""
 
 
 def extra_of(module: str) -> str | None:
-    """Return the extra that installs the package of `module`, or None if Tapereel has no such optional dependency."""
+    """Return the extra that installs the package of `module`, or None if it isn't an optional dependency."""
     try:
         needs = requires("tapereel") or []
     except PackageNotFoundError:  # a bare checkout has no metadata

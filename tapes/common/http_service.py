@@ -65,7 +65,7 @@ class HttpService:
         self.host, self.port = host, 0
         self.token = new_token() if token is None else check_token(token)
         self.token_file: str | None = None
-        """The file with the token while the server is running, or None if there is no such file."""
+        """The file with the token while the server is running, or None if no file is written."""
         self._made = token is None
 
     @property

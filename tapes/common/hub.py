@@ -33,7 +33,7 @@ def split_name(name: str) -> tuple[str, str | None] | None:
 def model_folder(name: str | Path) -> Path:
     """Return the folder of a model or tokenizer: the folder `name`, or the hub's model, which is downloaded if needed.
 
-    Raises NotFound with the reason in one sentence if there is no such model, and MissingExtra if the hub's library
+    Raises NotFound with the reason in one sentence if the model doesn't exist, and MissingExtra if the hub's library
     isn't installed.
     """
     found = Path(name).expanduser()

@@ -322,7 +322,7 @@ class Index:
         }
 
     def ids(self, prefix: str) -> list[str]:
-        """Return at most 3 ids that start with `prefix`. This shows whether there is no such id, one id, or several."""
+        """Return at most 3 ids that start with `prefix`. This shows whether none, one or several match."""
         rows = self._ask(
             "select id from tapes where id >= ? and id < ? and substr(id, 1, ?) = ? order by id limit 3",
             prefix,

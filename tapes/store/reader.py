@@ -214,7 +214,7 @@ def _runs_after(file: BinaryIO, chain: Chain, first: bytes, offset: int) -> list
             sealed = line.body.startswith(b'{"t":"seal"')
             own = _names_segment(line, first, tapes) or (at_break and _may_follow(line, chain)) or line.h == chain.head
         except BadLine:
-            pass  # these bytes are not a line, so they are no evidence
+            pass  # these bytes are not a line, so they aren't evidence
         else:
             if runs and line.p == runs[-1].head:
                 run = runs[-1]

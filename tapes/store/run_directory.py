@@ -1,7 +1,7 @@
 """A run directory has the run's configuration, its results so far, its metrics and its store.
 
 The configuration is written when the run begins, and must be the same when the run is resumed, apart from a few
-settings. When such a change is recorded, the file gets the new value, and a comment at its top gives the old one.
+settings. When a change is recorded, the file gets the new value, and a comment at its top gives the old one.
 `results.json` is replaced as a whole whenever there is a new result that a resumed process must not compute again.
 """
 

@@ -330,7 +330,7 @@ class Store:
         return self.index.tapes(" and ".join(chosen) or "1", chosen.values())
 
     def tapes(self, **where: Unpack[Where]) -> Iterator[Tape]:
-        """Yield the matching tapes, each read when the iteration reaches it. The arguments are those of `summaries`."""
+        """Yield the matching tapes, each read when the iteration reaches it. `where` is the same as for `summaries`."""
         for summary in self.summaries(**where):
             yield self.tape(summary.id, refresh=False)
 

@@ -165,7 +165,7 @@ class TapeFold:
     __slots__ = ("actions", "begun", "calls", "cause", "ended", "failed", "reward", "sampled", "status")
 
     def __init__(self, begun: Summary, failed: bool = False) -> None:
-        """`begun` is the summary to add to, and `failed` says whether a component of its reward has failed."""
+        """`begun` is the summary to add to, and `failed` is true if a component of its reward has failed."""
         self.begun = begun
         self.status = Status(begun.status) if begun.status is not None else None
         self.cause = CauseType(begun.cause) if begun.cause is not None else None

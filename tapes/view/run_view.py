@@ -263,7 +263,7 @@ class RunView:
         }
 
     def _checks(self, tape_map: TapeMap) -> list[dict[str, object]]:
-        """Return the verdicts of checks on the tape, newest first. `fits` says whether the tape still has the digest
+        """Return the verdicts of checks on the tape, newest first. `fits` is true if the tape still has the digest
         that was checked. It is None if that is not known."""
         kept = self.checks.of(tape_map.tape)
         digest = self._digest(tape_map) if kept else None
@@ -354,7 +354,7 @@ class RunView:
         )
 
     def explain(self, tape: str) -> dict[str, object]:
-        """Return what only the training code knows about the tape, or `missing` with the reason. `decodes` says whether
+        """Return what only the training code knows about the tape, or `missing` with the reason. `decodes` is true if
         answers from `call` have the text of their tokens from now on. This method may run in another thread, but only
         one call at a time."""
         if self._make_insight is None:

@@ -35,7 +35,7 @@ class BoundedCache(Generic[K, V]):
         self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
 
     def get(self, key: K) -> V | None:
-        """Return the value under `key`, or None if there is no such key."""
+        """Return the value under `key`, or None if the key is missing."""
         if key in self._entries:
             self._entries.move_to_end(key)
         return self._entries.get(key, (None, 0))[0]

@@ -202,7 +202,7 @@ class LocalServer:
 
     def _check_port(self) -> None:
         """Raise EngineError if the address is in use. Otherwise `_up` would take another server's answer at this
-        address for that of the new server."""
+        address for the new server's."""
         with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -95,7 +95,7 @@ class HostedFailed(EngineError):
     ) -> None:
         super().__init__(message, retry=retry)
         self.after = after
-        """Seconds to wait before a retry, as given by the `Retry-After` header, or None if there was no such header."""
+        """Seconds to wait before a retry, as given by the `Retry-After` header, or None without this header."""
         self.away = away
         """Whether the provider answers no requests at the moment, or None if it may only be slow to answer this one."""
 
@@ -505,8 +505,8 @@ def _connection_lost(error: BaseException | None) -> bool:
 
 def is_hosted(model: str) -> bool:
     """Return whether `model` is a hosted model's name for litellm, either `provider/name` or a name without a provider.
-    It isn't if a folder has this name, or if it is `org/name` and litellm is missing or knows no such provider, because
-    it is then a model on the Hugging Face hub."""
+    It isn't if a folder has this name. It isn't either if it is `org/name` and litellm is missing or doesn't know the
+    provider, because it is then a model on the Hugging Face hub."""
     provider, slash, _ = model.partition("/")
     if Path(model).is_dir():
         return False

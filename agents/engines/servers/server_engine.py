@@ -237,7 +237,7 @@ class RemoteEngine:
         return scored(answer, tokens)
 
     def _note(self, error: EngineError, server: Server, request: Request) -> None:
-        """Record a failed request. Raises PromptTooLong if the error says that the prompt is too long for the model.
+        """Record a failed request. Raises PromptTooLong if the prompt is too long for the model.
         `status` is None if the server sent no status, and 0 if the error isn't a `ServerFailed`."""
         status = error.status if isinstance(error, ServerFailed) else 0
         if status == 400 and _too_long(str(error)):
@@ -597,5 +597,5 @@ async def answered(
 
 
 def _too_long(message: str) -> bool:
-    """Return whether a server's message (status 400) is how vLLM says that the prompt is too long."""
+    """Return whether a server's message (status 400) is vLLM's error for a prompt that is too long."""
     return any(sign in message for sign in ("max_model_len", "maximum context length", "maximum model length"))

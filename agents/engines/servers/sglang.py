@@ -102,7 +102,7 @@ class SGLangWeights:
     async def free(self) -> None:
         """Resume a server that was left paused by a trainer that died. Does nothing if the server isn't SGLang.
 
-        SGLang has no route that says whether it is paused, but resuming it has no effect if it isn't. The version is
+        SGLang has no route to ask whether it is paused, but resuming it has no effect if it isn't. The version is
         right even after an interrupted sync, because one request sets weights and version together."""
         try:
             await self._post("/continue_generation", {})

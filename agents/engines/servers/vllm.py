@@ -76,7 +76,7 @@ class _VLLM:
     streams = False
     tells = False
     names_ids = False
-    """Whether an answer says which token id each log-prob belongs to."""
+    """Whether an answer has the token id of each log-prob."""
     abort_route = "/abort_requests"
     abort_id: str
     """vLLM's name for a request. Our request id takes the place of `{}`."""

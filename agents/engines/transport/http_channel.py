@@ -50,7 +50,7 @@ class ServerFailed(EngineError):
         self.status = status
         """The HTTP status, or None if the server sent none, for example because the connection failed or timed out."""
         self.after = after
-        """Seconds to wait before a retry, as given by the `Retry-After` header, or None if there was no such header."""
+        """Seconds to wait before a retry, as given by the `Retry-After` header, or None without this header."""
         self.slow = False
         """Whether the request timed out. The server may then be away, or may still be computing the answer."""
 

@@ -22,7 +22,7 @@ from ..engine import EngineError, Finish, Request
 
 FLOOR = -9000.0
 """Log-probs at or below this value (nats) are rejected. Servers send -9999 if they don't know a log-prob. No token that
-a model really sampled has such a low value."""
+a model really sampled has so low a value."""
 ABOVE_ZERO = 1e-3
 """How far above zero (nats) rounding can lift the log-prob of a near-certain token. Such a value is read as 0."""
 

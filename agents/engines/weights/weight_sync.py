@@ -158,7 +158,7 @@ async def sync_servers(
     """Send the weights in `folder` to every server as `version`.
 
     If a step fails, ends the completions in flight on all servers and raises PublishFailed, which names the step and
-    the server. Adds the seconds of each step to `timers`. If the call is cancelled, there is no such cleanup, so
+    the server. Adds the seconds of each step to `timers`. If the call is cancelled, this cleanup doesn't happen, so
     servers may stay paused (see `VLLMReload.free`)."""
     steps: list[tuple[str, Callable[[WeightSync], Awaitable[None]]]] = [
         ("pause", lambda sync: sync.pause(mode)),
