@@ -55,7 +55,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "export": ("cli.exchange.export", "write tapes as a dataset or as conversations"),
     "import": ("cli.exchange.import_", "read conversations as tapes"),
 }
-"""verb -> (module inside tapereel, its purpose)."""
+"""(Module inside tapereel, its purpose) of each verb."""
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "roll out": ("run", "branch", "serve"),
@@ -87,7 +87,7 @@ def load(name: str) -> ModuleType:
 
 
 def commands() -> dict[str, tuple[str, str]]:
-    """Return each command, such as `show` or `serve model` -> (module inside tapereel, its purpose)."""
+    """Return (module inside tapereel, its purpose) of each command, such as `show` or `serve model`."""
     found: dict[str, tuple[str, str]] = {}
     for name, entry in VERBS.items():
         targets: Mapping[str, tuple[str, str]] | None = getattr(load(name), "TARGETS", None)

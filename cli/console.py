@@ -80,7 +80,7 @@ def given(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
 
 
 _FLAGS = {"tape": "a tape", "imports": "--import", "updates": "--update", "agents": "--agent"}
-"""Attribute of `args` -> spelling on the command line, where it isn't derived from the attribute."""
+"""Spelling on the command line of each attribute of `args` that has a different name there."""
 
 
 def check_target(flag: str, path: str | Path | None) -> None:

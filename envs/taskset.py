@@ -32,7 +32,7 @@ from ..tapes.records import Task
 Row = Callable[[Any], Any]
 """Converts one item from a source to a `Task`, or to a bare value, which becomes the private part of a task."""
 TASK_FILES = {".jsonl": "from_json", ".json": "from_json", ".parquet": "from_parquet", ".csv": "from_csv"}
-"""Maps the suffix of a task file to the method of `datasets.Dataset` that reads it."""
+"""The method of `datasets.Dataset` that reads a task file, by the file's suffix."""
 
 
 VIDEOS = ("videos", "video")

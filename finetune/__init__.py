@@ -83,7 +83,7 @@ _HOME = {
     **dict.fromkeys(("Row", "rows"), "data.rows"),
     **dict.fromkeys(("Trainer", "UpdateStats"), "trainer.trainer"),
 }
-"""Public name -> module of this package that defines the name."""
+"""The module of this package that defines each public name."""
 
 
 def __getattr__(name: str) -> Any:

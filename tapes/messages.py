@@ -91,7 +91,7 @@ def shared_prefix(a: Sequence[Message], b: Sequence[Message]) -> int:
 
 
 class Conversation:
-    """The messages that one path reads, extended step by step. The first n steps give the first `counts[n]`."""
+    """The messages that one path reads, extended step by step. After n steps, it has read `counts[n]` of them."""
 
     __slots__ = ("_said", "counts", "items", "path")
 

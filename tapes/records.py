@@ -516,7 +516,7 @@ class Open(Record):
     pid: int
     at: float
     pins: dict[str, str] = {}
-    """Maps each earlier segment that this writer found to the hash of its last line."""
+    """The hash of the last line of each earlier segment that this writer found, by segment name."""
     versions: dict[str, str] = {}
 
 

@@ -60,9 +60,9 @@ class StepLine(Value):
     text: str
     """The text that a model reads."""
     rewards: dict[str, float]
-    """Maps each component that this step earned to its weight * value."""
+    """Weight * value of each component that this step earned."""
     metrics: dict[str, float]
-    """Maps each component with weight 0 to its value."""
+    """The value of each component with weight 0."""
     tokens: int
     """Number of completion tokens that the step was parsed from."""
     inherited: bool
@@ -144,7 +144,7 @@ def step_lines(tape: Tape) -> list[StepLine]:
 
 
 def episode_rewards(tape: Tape) -> dict[str, float]:
-    """Map each component for the episode as a whole to weight * value, or to its value if it is a metric (weight 0)."""
+    """Return weight * value of each component of the whole episode. A metric (weight 0) has its plain value."""
     return {r.name: (r.weight or 1.0) * r.value for r in tape.rewards if r.step is None}
 
 

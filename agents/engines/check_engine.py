@@ -34,7 +34,7 @@ CHECKS = {
     "weights": "tokens carry the new version after sync_weights",
     "close": "close works, and works twice",
 }
-"""Maps each check to what is true if the check passes. The checks run in this order."""
+"""What is true if a check passes, by check. The checks run in this order."""
 QUESTION: tuple[Message, ...] = ({"role": "user", "content": "Count from one to ten."},)
 VERSION = "check_engine:1"
 """Version name with which the check syncs `weights`."""
@@ -107,7 +107,7 @@ class _Stop(Exception):
 
 @dataclass
 class _Check:
-    """Runs the checks. Check NAME is the method `_NAME`, which records faults or returns why it was skipped."""
+    """Runs the checks. Each check is a method `_NAME`. It records faults, or returns the reason why it was skipped."""
 
     made: Any
     messages: tuple[Message, ...]

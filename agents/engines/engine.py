@@ -189,10 +189,11 @@ class TrainableEngine(Engine, Protocol):
         """Replace the weights with `state` (a state dict with Hugging Face names) and call them `version`.
 
         The loop calls this from the engine's event loop while completions are in flight. It never makes two calls at
-        the same time, and doesn't change `state` until the call returns. Raises ValueError, before anything changes, if
-        `version` was used before, because a version names one set of weights only, or if `state` isn't a state dict of
-        the model. After any other exception, it is unknown which weights the engine has, so it must refuse later
-        requests."""
+        the same time, and doesn't change `state` until the call returns.
+
+        Raises ValueError, and changes nothing, if `version` was used before or `state` isn't a state dict of the model. A
+        version names one set of weights only. After any other exception, it is unknown which weights the engine has, so
+        it must refuse later requests."""
         ...
 
 
@@ -233,7 +234,7 @@ class CapableEngine(TrainableEngine, Protocol):
 
     @property
     def samplers(self) -> Mapping[str, Sampler]:
-        """`copies`: copy name -> sampler. The loop uses them to check that new weights have reached every copy."""
+        """`copies`: the sampler of each copy, by name. The loop checks that new weights reached every copy."""
         ...
 
     @property
@@ -275,7 +276,7 @@ MEMBERS: Mapping[Capability, tuple[str, ...]] = {
     "absence": ("absence",),
     "recorded": ("granted",),
 }
-"""Maps each capability to the members of `CapableEngine` that it needs."""
+"""The members of `CapableEngine` that each capability needs."""
 _ALWAYS = ("name", "can", "renderer", "context", "complete", "forget", "close")
 _METHODS = ("complete", "forget", "close", "sync_weights", "sleep", "wake", "score", "granted")
 

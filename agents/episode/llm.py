@@ -110,16 +110,16 @@ class LLM(Clock):
         self._closed = False
         self._budget = TokenBudget(limits.tokens)
         self._numbers: dict[str, int] = {}
-        """Seed stream -> number of its newest call."""
+        """Number of the newest call in each seed stream."""
         self._cache_keys: set[str] = set()
         self._delegated: list[tuple[Step, str]] = []
         """(step, path) for each step that the sub-agent at this path is about to yield."""
         self._read: list[tuple[Step, str]] = []
         """(step, call) for each step whose agent stated that it was read from this call."""
         self._unread: dict[str, list[str]] = {}
-        """Path -> the calls of that agent from which no step has been read yet."""
+        """The calls of each agent from which no step has been read yet, by path."""
         self._newest: dict[str, str] = {}
-        """Path -> the newest answered call of that agent in this turn."""
+        """The newest answered call of each agent in this turn, by path."""
         self.asked = 0
         """Number of questions that were put to the engine in this episode."""
         self.latched: LimitReached | None = None
@@ -272,7 +272,7 @@ class LLM(Clock):
         return self.latch(LimitReached(limit, message))
 
     def latch(self, reached: LimitReached) -> LimitReached:
-        """Make every later call raise `reached`, or the limit that was reached before it. Return the one to raise."""
+        """Make all later calls raise the first limit that was reached, and return it. `reached` is the newest one."""
         self.latched = self.latched or reached
         return self.latched
 

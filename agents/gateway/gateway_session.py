@@ -157,9 +157,9 @@ class Session:
         self._asking: set[asyncio.Task[ChatAnswer]] = set()
         self._numbers: Counter[str] = Counter()
         self._sent: dict[str, tuple[Message, Message]] = {}
-        """Id of a tool call in a sent answer -> (message as sent, message as recorded)."""
+        """(Message as sent, message as recorded) for each tool call in a sent answer, by the call's id."""
         self._pictures: dict[bytes, Picture] = {}
-        """Digest of a data URL -> its picture."""
+        """The picture of each data URL, by the URL's digest."""
         self._exchanges: asyncio.Queue[Exchange | None] = asyncio.Queue()
         self._declared: dict[str, Use] = {}
         self.closed = False

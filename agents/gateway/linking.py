@@ -123,7 +123,7 @@ def extends(tape: Tape, call: Call) -> bool:
 
 
 def _link(tape: Tape, nodes: dict[str, _Node]) -> dict[str, str]:
-    """Set the parent of each call. Return, as call -> parent, the parents that differ from the recorded ones."""
+    """Set the parent of each call. Return the parents that differ from the recorded ones, by call."""
     late: dict[str, str] = {}
     roots: list[_Node] = []
     for node in nodes.values():
@@ -172,7 +172,8 @@ def _find_parents(tape: Tape, nodes: dict[str, _Node], roots: list[_Node], late:
     """
     with_ids = [node for node in nodes.values() if node.call.prompt is not None]
     known: dict[int, dict[str, _Node]] = defaultdict(dict)
-    """Number of tokens -> digest of prompt and completion -> the call. Of calls with equal tokens, the last is kept."""
+    """Calls by their number of tokens, and then by the digest of these tokens. If several calls have the same
+    tokens, the last one counts."""
     for node in with_ids:
         whole = tape.call_prompt(node.call) + (node.call.completion or array("i"))
         known[len(whole)][_digest(whole, tape.call_places(node.call))] = node

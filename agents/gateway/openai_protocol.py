@@ -50,9 +50,9 @@ CHUNK = "chat.completion.chunk"
 
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-"""HTTP status -> OpenAI's error type. Any other status below 500 is an `invalid_request_error`."""
+"""OpenAI's error type for each HTTP status. Any other status below 500 is an `invalid_request_error`."""
 _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
-"""HTTP status -> the code for an error that states no code."""
+"""The code for an error that states no code, by HTTP status."""
 
 
 class Refused(TapereelError, ValueError):

@@ -69,7 +69,7 @@ class Codec:
             for id, token in self._backend.get_added_tokens_decoder().items()
             if not token.content.isspace() and (token.special or token.content in literals)
         }
-        """Maps the text of each control token to its id."""
+        """The id of each control token, by its text."""
         self.special: frozenset[str] = frozenset(
             token.content for token in self._backend.get_added_tokens_decoder().values() if token.special
         )

@@ -154,7 +154,7 @@ class Renderer:
         self.marker: int | None = None if pictures is None else self._codec.control.get(pictures.marker)
         """The id that the template writes once for each picture, before the picture's tokens replace it."""
         self._markers: dict[int, str] = {}
-        """Maps each id that the template writes once for a place to the kind of place (picture or video)."""
+        """The kind of place (picture or video) for each id that the template writes once for a place."""
         framing = (
             self._template.framing if pictures is None else self._template.framing | self._around_a_picture(pictures)
         )

@@ -65,7 +65,7 @@ class ReplayEngine:
         self._renderer = renderer
         self._only = tapes[0] if len(tapes) == 1 else None
         self._recorded: dict[tuple[str, int | None], list[tuple[Tape, Call]]] = defaultdict(list)
-        """(path, seed) -> the recorded calls, newest first."""
+        """The recorded calls, newest first, by (path, seed)."""
         for tape in reversed(tapes):
             for call in reversed(tape.calls):
                 if call.engine != "authored":

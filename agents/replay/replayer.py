@@ -267,7 +267,7 @@ class _Checker(Recorder):
         super().__init__(begin, None, script.prefix)
         self._script = script
         self._meant: dict[str, str] = {}
-        """Call id of the replay -> id of the recorded call."""
+        """The id of the recorded call for each call of the replay."""
         self._sampled = {(call.by, call.seed): call for call in script.calls if call.engine != "authored"}
         self._authored: dict[str, deque[Call]] = defaultdict(deque)
         for call in script.calls:

@@ -24,7 +24,7 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _PRINTED = re.compile(r"( ended with exit code -?\d+): .*", re.DOTALL)
 """Matches a failed program's error output, which isn't compared because times and ids in it differ in each run."""
 _RENAMED_ERRORS = {"MisreadTooOften": "TooManyParseErrors"}
-"""Exception class as written on older tapes -> its current name, so that the rename isn't a divergence."""
+"""The current names of exception classes on older tapes, so that a rename isn't a divergence."""
 _FROM_OUTSIDE = {
     (Status.ERROR, CauseType.ENVIRONMENT),
     (Status.ERROR, CauseType.OURS),
@@ -67,12 +67,12 @@ class Script:
         self.turns = turns_of_calls(tape)
         self.calls = [call for at, call in log.call_order if at >= records]
         self.due: dict[int, dict[str, Call]] = defaultdict(dict)
-        """Turn -> the calls that the agent must still make in this turn."""
+        """The calls that the agent must still make in each turn."""
         for call in self.calls:
             if call.finish != "cancelled":  # the agent may cancel the call before the request
                 self.due[self.turns[call.call]][call.call] = call
         self.steps: dict[str, deque[tuple[int, Entry]]] = defaultdict(deque)
-        """Path -> (index, entry) of each recorded step of this path that wasn't repeated yet."""
+        """(Index, entry) of the recorded steps that weren't repeated yet, by path."""
         self.reactions: dict[int, Observation] = {}
         for index, entry in enumerate(tape.entries[steps:], start=steps):
             self.steps[entry.by].append((index, entry))
@@ -305,7 +305,7 @@ def record_of_step(tape: Tape, step: int | None) -> int | None:
 
 
 def turns_of_calls(tape: Tape) -> dict[str, int]:
-    """Map each of the tape's own calls to the agent's turn in which it was made."""
+    """Return the turn of the agent in which each of the tape's own calls was made."""
     begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
     starts = [cut.records for cut in tape.log.cuts[begun:]]
     return {call.call: begun + max(0, bisect_right(starts, at) - 1) for at, call in tape.log.call_order}

@@ -124,11 +124,11 @@ class Group:
     begun: int = 0
     """The policy's number of updates when the group began. A retry may be at most the allowed staleness ahead of it."""
     tapes: dict[int, list[Tape]] = field(default_factory=dict)
-    """attempt -> its closed tapes, including retries."""
+    """The closed tapes of each attempt, including retries."""
     prefixes: dict[int, Tape] = field(default_factory=dict)
-    """attempt -> the prefix that it continues. An attempt without a prefix begins with the task."""
+    """The prefix that each attempt continues. An attempt without a prefix begins with the task."""
     lost: Counter[str] = field(default_factory=Counter)
-    """Cause -> number of tapes in this process that can't be trained on."""
+    """Number of tapes in this process that can't be trained on, by cause."""
     closed: Closing | None = None
     """None while the group is open."""
 
@@ -194,7 +194,7 @@ async def fill(
 
 
 async def _until(work: asyncio.Future[list[bool]], until: float | None, engine: Engine | None) -> None:
-    """Wait until `work` is done, or until the deadline `until` (time of the event loop), if it isn't None.
+    """Wait for `work`. If `until` isn't None, it is the deadline, in the event loop's time.
 
     Time in which no server answers postpones the deadline.
     """

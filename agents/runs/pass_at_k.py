@@ -71,16 +71,16 @@ class Scores(Value):
     reward: Interval | None
     """Mean over tasks of each task's mean reward for its scored attempts. None if nothing was scored."""
     pass_at: dict[int, Interval | None] = Field(default_factory=dict)
-    """k -> pass@k, which is None if no task has k scored attempts."""
+    """pass@k by k. It is None if no task has k scored attempts."""
     short: dict[int, int] = Field(default_factory=dict)
-    """k -> number of tasks that have scored attempts, but fewer than k of them."""
+    """Number of tasks that have scored attempts, but fewer than k of them, by k."""
     success: float
     """The minimum reward that counts as a success."""
     attempts: int
     unscored: int
     """Number of attempts without a reward."""
     by_label: dict[str, Scores] = Field(default_factory=dict)
-    """label -> scores of the tasks with this label. Empty if tasks have no labels."""
+    """Scores of the tasks with each label. Empty if tasks have no labels."""
 
 
 class Comparison(Value):
@@ -94,7 +94,7 @@ class Comparison(Value):
 
 
 Rewards = Mapping[str, Sequence[float | None]]
-"""task -> the rewards of its attempts, where None means an unscored attempt."""
+"""The rewards of each task's attempts. None means an unscored attempt."""
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -175,7 +175,7 @@ class _Attempts:
         self.setup = setup
         self.journal = directory.store.writer
         self.usable: dict[tuple[str, int], list[bool]] = {}
-        """(group, attempt) -> whether each of its episodes, in order, can be trained on. See `needs_episode`."""
+        """Whether each episode of an attempt, in order, can be trained on, by (group, attempt). See `needs_episode`."""
         self.faults = Faults()
         self.recorded = 0
         """Number of episodes in this process."""
@@ -279,7 +279,8 @@ def _summary(run: _Attempts, store: Store, out: Path, seconds: float) -> RunSumm
 
 
 def rewards_of(store: Store, split: str | None = None) -> dict[str, list[float | None]]:
-    """Map each task hash to its attempts' rewards, from the last usable episodes. None means unscored or missing."""
+    """Return the rewards of each task's attempts, by task hash. Only an attempt's last usable episode counts. None
+    means that it is unscored or missing."""
     return {
         task: [s.reward if s.trainable else None for s in attempts]
         for task, attempts in attempts_of(store.summaries(split=split, closed=True)).items()

@@ -292,7 +292,7 @@ FAMILIES: dict[str, type[QwenVision | TiledVision]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), QwenVision),
     **dict.fromkeys(("idefics3", "smolvlm"), TiledVision),
 }
-"""Maps a model type to its implementation of `Vision`."""
+"""The implementation of `Vision` for each model type."""
 _SENSES = re.compile(r"(vision|image|video|audio|speech|vq).*_config$")
 
 

@@ -167,7 +167,7 @@ class TimedVideo(NativeVideo):
 
 
 READERS: dict[str, type[NativeVideo]] = {"qwen2_5_vl": SpacedVideo, "qwen3_vl": TimedVideo}
-"""Maps a model type to the class that knows how it reads videos."""
+"""The class that knows how a model type reads videos, by model type."""
 
 
 def check_native(kind: str, folder: Path) -> None:

@@ -19,7 +19,7 @@ KEPT = ("agent", "env", "reward", "model", "layer", "mask", "tolerance")
 """Arguments that are recorded in the file with the verdicts if they are given."""
 
 SPELLED = {"replay": "replay agent", "reexec": "replay env", "rescore": "replay rewards", "requery": "replay model"}
-"""Name of a check in verdicts -> the command that makes this check."""
+"""The command that makes each check, by the check's name in verdicts."""
 
 
 def add_tape_arguments(parser: argparse.ArgumentParser) -> None:

@@ -25,7 +25,7 @@ _BINARY = re.compile(r"(-?[0-9]{1,12})([+*-])(-?[0-9]{1,12})")
 _NUMBER = re.compile(r"-?[0-9]{1,24}")
 _WORDED = re.compile(r"([0-9]{1,12})([-+*]|[a-z]+)([0-9]{1,12})")
 WORDS = {"+": ("plus", "and"), "-": ("minus", "less"), "*": ("times", "by")}
-"""Maps each key of the calculator to the words for it in `word_problems`."""
+"""The words for each key of the calculator in `word_problems`."""
 UNREADABLE = "?"
 """The calculator's result for an expression that it can't parse."""
 

@@ -20,7 +20,7 @@ from ..environment import Environment, Outcome
 from ..taskset import BadTasks, Taskset
 
 WAYS = {"n": (1, 0, 0), "e": (0, 1, 0), "s": (0, 0, 1), "w": (1, 1, 1)}
-"""Maps each way to its lamp's colour (red, green, blue). Any two ways differ in at least two channels."""
+"""The colour (red, green, blue) of each way's lamp. Any two ways differ in at least two channels."""
 SIDE = 16
 """The width and height of a picture, in pixels."""
 NOISE = 24

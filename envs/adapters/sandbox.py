@@ -214,7 +214,7 @@ def _make(name: str, bounds: Bounds) -> SandboxBackend:
 
 
 _tests: dict[str, Future[str]] = {}
-"""Maps each backend to its self-test in this process, which is running or has finished."""
+"""The self-test of each backend in this process. It is running or has finished."""
 _starting = threading.Lock()
 
 

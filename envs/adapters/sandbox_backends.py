@@ -44,7 +44,7 @@ _VARIABLES = {**_PLAIN, "HOME": "/work", "TMPDIR": "/tmp"}
 _PODMANS = ("HOME", "USER", "PATH", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "DBUS_SESSION_BUS_ADDRESS")
 """Variables of this process that podman itself reads. It passes none of them to a snippet."""
 _FOLDERS = {"work": "/work", "tmp": "/tmp", "shm": "/dev/shm"}
-"""Maps each folder in the box to the path at which snippets see it."""
+"""The path at which snippets see each folder in the box."""
 _ETC = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/ssl/certs")
 """The files in /etc that programs in /usr need."""
 
@@ -315,7 +315,7 @@ def _interpreter(python: str | None) -> tuple[str, tuple[str, ...]]:
 
 
 def _roots() -> dict[str, str]:
-    """Map each folder in the root directory to the link's target if it is a link, otherwise to an empty string."""
+    """Return the folders in the root directory. The value is a link's target, or an empty string if it isn't a link."""
     system = [Path("/", name) for name in ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")]
     links = {path.name: os.readlink(path) if path.is_symlink() else "" for path in system if path.exists()}
     return links | dict.fromkeys(("proc", "dev", "sys", "tmp", "run", "home", "work", "etc"), "")

@@ -65,7 +65,7 @@ class Tool:
     parameters: dict[str, JsonValue]
     """The JSON Schema of the arguments, which form an object."""
     call: Callable[[dict[str, JsonValue]], Awaitable[str | Sequence[str | Visual]]]
-    """Maps the agent's unchecked arguments to the result: a string, or a sequence of strings, pictures and videos."""
+    """Takes the agent's unchecked arguments and returns a string, or a sequence of strings, pictures and videos."""
     effect: Effect = "pure"
     """The effect on the outside world when a call is repeated."""
     timeout: float = SECONDS
@@ -173,7 +173,7 @@ def _signature(function: Callable[..., object], name: str) -> tuple[TypeAdapter[
 
 
 def _arguments(text: str) -> dict[str, str]:
-    """Map the name of each entry under `Args:` to its description."""
+    """Return the description of each entry under `Args:`, by its name."""
     section = re.search(r"(?:^|\n)(?:Args|Arguments|Parameters):\s*\n(.*?)(?:\n\S|\Z)", text, re.DOTALL)
     if section is None:
         return {}

@@ -42,7 +42,7 @@ CHECKS = {
     "cancellation": "a cancelled call stops",
     "leaks": "a closed episode leaves no task, thread or open file behind",
 }
-"""Maps each check to the statement that holds if the check is ok."""
+"""The statement that holds if a check is ok, by check."""
 SAME_TWICE = (
     "played twice with the same seed and actions, {}; draw every random number from `self.rng`, or from a generator "
     "seeded with it in `reset`"

@@ -96,7 +96,7 @@ class Probe:
         self._factory, self._policy, self._stall = factory, policy, stall
         self._calls = 0
         self._inside: dict[int | None, str] = {}
-        """Maps each thread id to the method that the thread called last."""
+        """The method that each thread called last, by thread id."""
         self._made: list[AnyEnvironment] = []
         self.unused = self.make()
         """An instance for the check that `close` works without an earlier `reset`."""

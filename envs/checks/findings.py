@@ -26,7 +26,7 @@ class CheckReport(Value):
     ok: bool
     """True if no finding is an error. There may be warnings."""
     checks: dict[str, str]
-    """Maps each check to `ok`, `warned`, `failed`, or `skipped: ` and the reason."""
+    """The outcome of each check: `ok`, `warned`, `failed`, or `skipped: ` with the reason."""
     findings: tuple[Finding, ...]
     seconds: float
 

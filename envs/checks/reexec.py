@@ -77,7 +77,7 @@ class Moment:
     step: int | None
     """The index of the recorded observation, or of the action if none follows it. It is None for the whole episode."""
     values: dict[str, JsonValue] = field(default_factory=dict)
-    """Maps each field to its JSON value."""
+    """The JSON value of each field."""
 
 
 async def reexec(
@@ -367,7 +367,7 @@ def reexec_run(
 
 
 def proposed_masks(verdicts: Iterable[Verdict]) -> dict[str, str | None]:
-    """Map each field that varied between executions to its entry for `Environment.varies`."""
+    """Return an entry for `Environment.varies` for each field that varied between executions."""
     return _merged(item for verdict in verdicts for item in verdict.proposed.items())
 
 

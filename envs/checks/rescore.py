@@ -81,7 +81,7 @@ async def rescore(
 
 
 Scores = dict[int | None, Reward]
-"""Maps a step, or None for the episode, to its record."""
+"""The record of each step. The key None stands for the episode."""
 
 
 def _sides(

@@ -33,9 +33,9 @@ class Declared:
     name: str
     """The name of the class, for error messages."""
     actions: Mapping[str, type[Action]]
-    """Maps each kind of action that the environment accepts to its class."""
+    """The class of each kind of action that the environment accepts."""
     observations: Mapping[str, type[Observation]]
-    """Maps each kind of observation to its class."""
+    """The class of each kind of observation."""
     effect: Effect = "pure"
     varies: Mapping[str, str | None] = field(default_factory=dict)
     """Like `Environment.varies`."""

@@ -22,7 +22,7 @@ from .sources import Rewards, RewardSource, Scorer
 
 FUNCTION = "reward_func"
 FIELDS = {"queries": "query", "prompts": "prompt", "labels": "label", "references": "reference", "ids": "id"}
-"""Maps each parameter of `reward_func` to the field of `Sample` that it receives."""
+"""The field of `Sample` that each parameter of `reward_func` receives."""
 
 
 def as_rewards(found: object, name: str = "") -> Rewards[Tape]:

@@ -35,7 +35,7 @@ class TurnRewards:
     whole: NDArray[np.float64]
     """(turns,) the sum of all rewards in each turn."""
     alone: dict[str, NDArray[np.float64]]
-    """path -> for each turn, the rewards that only this agent gets."""
+    """For each turn, the rewards that only one agent gets, by the agent's path."""
     shared: NDArray[np.float64] | None
     """For each turn, the rewards that all agents get. None (which isn't the same as zero) if there are none."""
     components: dict[str, float]

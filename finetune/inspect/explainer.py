@@ -141,7 +141,7 @@ class Explainer:
 
     @cached_property
     def recipes(self) -> dict[str, Recipe | UsageError]:
-        """Phase -> recorded recipe, or the error that says why this recipe can't be used here."""
+        """The recorded recipe of each phase, or the error that explains why it can't be used here."""
         return read_recipes(self.store.path)
 
     def newest(self, n: int) -> list[str]:
@@ -307,9 +307,9 @@ class _Taken:
     """The batch of one update."""
 
     advantages: dict[tuple[str, str, int], float]
-    """(tape, call, offset) -> advantage."""
+    """Advantages by (tape, call, offset)."""
     groups: dict[str, list[float | None]]
-    """Group -> rewards of its tapes."""
+    """The rewards of each group's tapes."""
     problem: str = ""
     """Why advantages can't be computed. It is empty if they can be, or if the recipe has no advantages."""
 

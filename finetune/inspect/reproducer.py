@@ -89,7 +89,7 @@ class Reproduction(Value):
     """Why the comparison is not possible, if the outcome is `unverifiable`."""
     seconds: float = 0.0
     players: dict[str, Reproduction] = Field(default={})
-    """Name of a trained player -> result for its last checkpoint. It is empty if a checkpoint was named."""
+    """The result for the last checkpoint of each trained player, by name. It is empty if a checkpoint was named."""
 
     @computed_field
     @property

@@ -70,7 +70,7 @@ class Exchange(Value):
     there: int = 0
     """Number of conversations that an import left out because the run already has a tape with the same content."""
     left_out: dict[str, int] = Field(default={})
-    """Reason why a tape has no record -> number of tapes that were left out for this reason."""
+    """Number of tapes that were left out, by reason."""
     loses: tuple[str, ...] = ()
     """The parts of a tape that the format can't contain."""
 

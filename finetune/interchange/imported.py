@@ -107,7 +107,7 @@ class Conversation:
 
 
 def imported(store: Store) -> Counter[tuple[str, str]]:
-    """Return (content, status) -> number of tapes in the run that were made from a conversation with these values.
+    """Return the number of tapes in the run that were made from a conversation, by its (content, status).
 
     A tape that wasn't finished because of a crash is closed with another status. So it doesn't match its conversation,
     and the next import writes the conversation again.

@@ -59,7 +59,7 @@ REMEDY = {
     "group_id": "name the attempts at one task alike",
     "tape_id": "name the rows of one episode alike",
 }
-"""Column -> what to do if the column is missing or has an unknown value."""
+"""What to do if a column is missing or has an unknown value, by column."""
 
 
 class LossNotFinite(TapereelError, ArithmeticError):

@@ -104,11 +104,11 @@ class History:
         """The number of updates that led to the present weights."""
         self.trained_tokens = 0
         self.taught: dict[str, Pin] = {}
-        """Every tape that the current weights were trained on -> the pin of the content that the last update read."""
+        """The pin of each tape that the current weights were trained on. It names what the last update read."""
         self.cursor = 0
         """The number of groups that have begun in this phase. It is also the position in the taskset."""
         self.scores: dict[int, float] = {}
-        """Update -> held-out reward after that update, if it was measured. The checkpoint with the highest is kept."""
+        """Held-out reward after each update that was evaluated. The checkpoint with the highest reward is kept."""
         self.phase = ""
         self.trainer: PolicyTrainer | None = None
         self.delivery = Delivery(model)

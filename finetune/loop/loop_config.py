@@ -156,7 +156,7 @@ SECOND = {
     "minor_sft": ("reference",),
     "distill": ("teacher",),
 }
-"""Recipe -> the models that it needs in addition to the policy."""
+"""The models that each recipe needs in addition to the policy."""
 RECIPES = ("sft", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "cpgd", "rft", "rloo", "decoupled_ppo")
 RECIPES += ("reinforce", "reinforce_plain", "reinforce_pp", "reinforce_pp_baseline", *SECOND)
 """The names of all recipes. They are repeated here because the module that defines the recipes imports torch."""

@@ -87,7 +87,7 @@ def ends(tapes: Sequence[Tape]) -> dict[str, float | None]:
 
 
 def components(tapes: Iterable[Tape]) -> dict[str, float]:
-    """Return name -> unweighted mean of a reward component or metric, over the whole episodes that have this name."""
+    """Return the unweighted mean of each reward component and metric, over the whole episodes that have it."""
     found: dict[str, list[float]] = {}
     for tape in tapes:
         if tape.begin.parent is None:
@@ -125,7 +125,7 @@ def _sequence_tokens(tape: Tape, calls: Sequence[Call]) -> int:
 
 
 def _ages(tapes: Sequence[Tape], use: Use) -> dict[int, int]:
-    """Return age in updates -> number of sampled tokens in the batch. Tokens of other lineages don't count."""
+    """Return the number of sampled tokens of each age in updates. Tokens of other lineages don't count."""
     tokens: Counter[str] = Counter()
     for tape in tapes:
         for call in tape.calls:

@@ -175,7 +175,7 @@ class UpdateInfo(Plan):
     context: tuple[Range, ...] = ()
     """Tokens of agents that aren't trained."""
     pins: dict[str, tuple[str, ...]] | None = None
-    """Tape -> its digests when the update read it. Only an update's first epoch has this and the fields below."""
+    """The digests of each tape when the update read it. Only an update's first epoch has this and the fields below."""
     reference: str | None = None
     """Name and digest of the reference model, or None if the recipe doesn't use a reference."""
     teacher: str | None = None
@@ -196,7 +196,7 @@ def by_update(uses: Iterable[Use]) -> list[list[Use]]:
 
 
 def taught_by(uses: Iterable[Use]) -> dict[str, Pin]:
-    """Return tape -> pin for each tape that these updates trained on. The last update's pin counts."""
+    """Return the pin of each tape that these updates trained on. The last update's pin counts."""
     taught: dict[str, Pin] = {}
     pins: dict[str, Pin] = {}
     for use in uses:

@@ -77,7 +77,7 @@ class Taken:
     closings: Counter[Closing]
     """How many groups closed in each way since the last update, including dropped groups."""
     lost: Counter[str] = field(default_factory=Counter)
-    """Cause -> number of tapes in the closed groups that can't be trained on."""
+    """Number of tapes in the closed groups that can't be trained on, by cause."""
 
     @property
     def tapes(self) -> list[Tape]:
@@ -133,7 +133,7 @@ class Rollouts:
         self.ready: dict[int, Group] = {}
         self.aside: list[Group] = []
         self.converted: dict[str, tuple[list[Row], Episode]] = {}
-        """Tape that waits for an update -> its rows and episode. It is converted once, when its group closes."""
+        """Rows and episode of each tape that waits for an update. A tape is converted once, when its group closes."""
         self.next_group = 0
         self.sampled_tokens = 0
         self.dropped = 0

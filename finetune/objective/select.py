@@ -1,8 +1,8 @@
 """select: which groups and episodes enter an update, and which of their tokens keep their loss.
 
-Groups and episodes are dropped first. T and E count the tokens and episodes that remain. Tokens are dropped afterwards
-and still count in T, so that dropping a token doesn't raise the weight of the others. For each reason, a metric reports
-the share that was dropped.
+Whole groups and episodes are dropped first. T and E count the tokens and episodes that are left at that point. Single
+tokens may be dropped after that. They still count in T, so dropping one doesn't raise the weight of the others. For
+each reason, a metric reports the share that was dropped.
 
     flat         drop groups whose scored episodes all have the same reward, whatever it is (dynamic sampling); if the
                  baseline compares by fork, the test is on the continuations of each fork point instead

@@ -186,7 +186,7 @@ def _split_tasks(
 
 
 def _rates_of(config: CurriculumConfig, tasks: Sequence[Task]) -> dict[str, tuple[int, int]]:
-    """Return task hash -> (passed, tried): the numbers of attempts at each of these tasks in the run `config.tapes`.
+    """Return (passed, tried), the numbers of attempts at each task in the run `config.tapes`, by task hash.
     Raises UsageError if that run has no scored attempt at any of them."""
     with Store.open(config.tapes) as store:
         found = pass_rates(store.tapes(closed=True), success=config.success)

@@ -48,9 +48,9 @@ class Team:
         }
         self._phases: dict[str, Phases] = {}
         self.histories: dict[str, History] = {}
-        """Name -> history of each trained player. Its model has the base weights until `restore`."""
+        """The history of each trained player, by name. Its model has the base weights until `restore`."""
         self.frozen: dict[str, Made] = {}
-        """Name -> engine of each frozen player. The dictionary is empty outside of `opened`."""
+        """The engine of each frozen player, by name. The dictionary is empty outside of `opened`."""
 
     def load_compared(self, loop: LoopConfig, recipe: Recipe) -> None:
         """Load the models that the recipe compares the trained players against. Raises UsageError if any of these

@@ -36,7 +36,7 @@ TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 FOLDER = "trackers"
 """The trackers' folder, below the run directory."""
 IDS = "ids.json"
-"""File in that folder with tracker -> its id for the run. With these ids, a resumed run continues the same curves."""
+"""File in that folder with each tracker's id for the run. With these ids, a resumed run continues the same curves."""
 ROLLOUT = frozenset({"reward", "component", "return", "episodes", "turns", "length", "ended", "truncated", "lag"})
 ROLLOUT |= {"stale_tokens", "stale_share", "filtered_tokens"}
 """Keys of a metrics line that describe rollouts. A key also does if its part before the first slash is one of these."""
@@ -59,7 +59,7 @@ class Point(NamedTuple):
     axis: Literal["rollout", "train", "eval"]
     step: int
     values: dict[str, float]
-    """Name with the axis, such as `train/loss` -> number. The step is included, because some trackers need it as a
+    """Numbers by name with the axis, such as `train/loss`. The step is included, because some trackers need it as a
     value."""
 
 
@@ -115,7 +115,7 @@ class Trackers:
         """`earlier` are the lines from earlier processes of the run. Their episodes are counted, but they aren't sent
         again."""
         self.failures: dict[str, int] = {}
-        """Tracker -> number of points that it lost."""
+        """Number of points that each tracker lost."""
         self._axes = Axes()
         for line in earlier:
             self._axes.points(line)

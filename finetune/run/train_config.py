@@ -77,7 +77,7 @@ class CurriculumConfig(SuccessConfig):
     hard: float = Field(default=HARD, ge=0, le=1)
     """A task is hard if less than this share of its attempts passed."""
     weights: dict[str, float] = Field(default={"easy": 1.0, "normal": 2.0, "hard": 1.0, "new": 1.0})
-    """Pool -> how often a task is drawn from it, relative to the others. An empty pool's share goes to the others."""
+    """How often a task is drawn from each pool, relative to the others. An empty pool's share goes to the others."""
 
 
 class TrainConfig(Setup, TrackedConfig):
@@ -89,8 +89,8 @@ class TrainConfig(Setup, TrackedConfig):
     """Where and how the model is trained."""
     loop: LoopConfig = LoopConfig()
     players: Players = Field(default={})
-    """Name of your choice -> another model that speaks in the episodes. It is frozen or learns from its agents' tokens.
-    The model of `engine` learns from `loop.agents` and speaks for every agent without a player."""
+    """Other models that speak in the episodes, by names of your choice. A player is frozen, or it learns from its
+    agents' tokens. The model of `engine` learns from `loop.agents` and speaks for every agent without a player."""
     warm: ImitationConfig | None = None
     curriculum: CurriculumConfig | None = None
     """How tasks are drawn by their difficulty. None takes the tasks in turn."""

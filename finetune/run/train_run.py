@@ -68,7 +68,7 @@ class TrainSummary(Value):
     reward: dict[str, float | None]
     """Mean reward in the `first` five and the `last` five updates of the loop."""
     agents: dict[str, dict[str, float | None]]
-    """Path -> the same means, for each agent that has its own reward (`loop.by_agent`)."""
+    """The same means for each agent that has its own reward (`loop.by_agent`), by path."""
     players: dict[str, PlayerSummary]
     held_out: dict[str, Any]
     """`before`, `after` and, if configured, `greedy_before` and `greedy_after` are mean rewards over `n` scored
@@ -83,7 +83,7 @@ class TrainSummary(Value):
     report: str
     """The HTML file that shows these results."""
     compared: dict[str, str] = Field(default={})
-    """`reference` and `teacher` -> name and digest of the model, if the recipe uses them."""
+    """Name and digest of the `reference` and the `teacher`, if the recipe uses them."""
     advice: tuple[str, ...] = ()
     """Suggestions of where to look if training doesn't work. Each suggestion is one sentence."""
 

@@ -35,7 +35,7 @@ _Share = tuple[Tensor, Tensor, Sums, float, dict[str, float], Skip | None]
 """One rank's result of a step: the positions of its tokens in the whole stream, their weights, the metrics, the loss,
 the parts of the loss, and the reason for a skip."""
 MakeTrainer = Callable[[str, nn.Module, Ranks], Trainer]
-"""(phase, model to train, ranks) -> a new trainer, which must be the same on every rank."""
+"""Takes (phase, model to train, ranks) and returns a new trainer, which must be the same on every rank."""
 
 
 @contextmanager

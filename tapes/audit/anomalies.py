@@ -117,9 +117,9 @@ class _Group:
     """The attempts of one group so far."""
 
     running: dict[int, int] = field(default_factory=dict)
-    """Maps each attempt to the number of its tapes without an end."""
+    """The number of tapes without an end of each attempt."""
     tapes: dict[int, bool] = field(default_factory=dict)
-    """Maps each attempt to whether one of its ended tapes may be trained on."""
+    """Whether one of the ended tapes of an attempt may be trained on, by attempt."""
     first: list[str] = field(default_factory=list)
     values: dict[str, tuple[float, int, bool]] = field(default_factory=dict)
     """Maps each component to (value on the first tape, number of tapes, whether all tapes have this value). Only tapes
@@ -159,7 +159,7 @@ class Anomalies:
         self._tapes_of: dict[str, list[str]] = {}
         self._bare: dict[str, list[str]] = {}
         self._oldest: dict[str, list[str]] = {}
-        """Maps each call to the versions that sampled it."""
+        """The versions that sampled each call."""
         self._uses: list[tuple[Use, float, list[str]]] = []
         """(update, largest difference in nats on any of its tokens, its tapes) for each update."""
         self._seen: Counter[str] = Counter()

@@ -134,7 +134,7 @@ class _Tape(TapeFold):
         self.kinds: list[str] = [INHERITED] * inherited
         """The kind of every step."""
         self.last: dict[str, tuple[str, JsonValue, int]] = {}
-        """Maps each path to the kind and content of its last action, and to how often in a row the path did it."""
+        """The kind and content of each path's last action, and how often in a row the path repeated it."""
         self.repeats: tuple[int, str] = 0, ""
         """Length of the longest run of equal actions, and the kind of these actions."""
         self.rewards: list[RewardFacts] = []

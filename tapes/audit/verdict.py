@@ -119,7 +119,7 @@ class Verdict(Value):
     measured: dict[str, float] = Field(default={})
     """Measurements made by the check, such as the largest difference between log-probs."""
     proposed: dict[str, str | None] = Field(default={})
-    """Maps each field that varies between executions to the declaration for it (`Environment.varies`)."""
+    """The declaration (`Environment.varies`) for each field that varies between executions."""
 
     def of(self, tape: Tape) -> Verdict:
         """Return this verdict with the digest of `tape`, the tape that was checked."""

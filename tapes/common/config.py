@@ -118,7 +118,7 @@ def check_version(folder: Path) -> bool:
 
 
 class _Layers(dict[Keys, tuple[Any, str]]):
-    """The settings from all sources so far. Maps each path of keys to (value, origin)."""
+    """The settings from all sources so far: (value, origin) by the path of keys."""
 
     def __init__(self) -> None:
         self.typed: dict[Keys, str] = {}

@@ -32,7 +32,7 @@ except ModuleNotFoundError as _error:
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Maps each wildcard listen address to the loopback address that reaches it from the same machine."""
+"""The loopback address that reaches each wildcard listen address from the same machine."""
 BODY: web.RequestKey[Any] = web.RequestKey("body", object)
 """`request[BODY]` is the JSON object in the body of a request that may change something, or {} without a body."""
 MOST_VALUES = 500_000

@@ -61,7 +61,7 @@ class Lost(Value, frozen=False):
     trainable: bool
     episodes: int = 0
     turns: dict[str, int] = Field(default={})
-    """Length in actions (`0`, `1`, `2-3`, `4-7`, ...) -> number of episodes with this length."""
+    """Number of episodes of each length in actions (`0`, `1`, `2-3`, `4-7`, ...)."""
     sampled: int = 0
     """Number of tokens that a policy sampled in these episodes."""
 
@@ -72,7 +72,7 @@ class Books(Value):
     sampled: int
     """Number of completion tokens that a policy sampled."""
     tokens: dict[str, int]
-    """Place (one of the ten in `PLACES`) -> number of tokens."""
+    """Number of tokens in each of the ten `PLACES`."""
     authored: int
     """Number of completion tokens that no model sampled, as in scripted answers and demonstrations."""
     authored_trained: int
@@ -126,7 +126,7 @@ class _Tape(TapeFold):
         self.group_failed = False
         """Whether a comparison of the tape with its group failed, which leaves the whole tape unscored."""
         self.completions: dict[str, int] = {}
-        """Sampled call -> number of completion tokens."""
+        """Number of completion tokens of each sampled call."""
         self.authored: dict[str, int] = {}
         self.policy = 0
         """Number of tokens that a policy sampled."""

@@ -138,7 +138,7 @@ class Disk:
 REAL = Disk()
 METRICS = "metrics.jsonl"
 MOST_BYTES = {"config.yaml": LARGEST, "results.json": 1 << 28, "pins.json": 1 << 28, METRICS: 1 << 30}
-"""Name of a file that is read as a whole -> its maximum size in bytes."""
+"""Maximum size in bytes of each file that is read as a whole."""
 _parts = itertools.count()
 _LEAD = re.compile(rb'\{"lead": (\d{1,15})[,}]')
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)

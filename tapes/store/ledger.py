@@ -57,7 +57,7 @@ class Ledger:
     ended: Void | None = None
     """The `void` that ended this lineage and names the lineage that continues it. None if this lineage hasn't ended."""
     taken: dict[str, set[str]] = field(default_factory=dict, repr=False, compare=False)
-    """Tape -> its calls that an update trained on or set aside. The loop must not use these calls again."""
+    """The calls of each tape that an update trained on or set aside. The loop must not use these calls again."""
 
     @property
     def next_update(self) -> int:
@@ -65,7 +65,7 @@ class Ledger:
         return self.uses[-1].update + 1 if self.uses else 0
 
     def taught(self, before: int) -> dict[str, list[int]]:
-        """Return tape -> the updates below `before` that trained on any of its tokens. The tapes have the order of
+        """Return the updates below `before` that trained on any token of a tape, by tape. The tapes have the order of
         their first use.
 
         The weights after `before` updates were trained on these tapes.
@@ -121,7 +121,7 @@ class Lineages:
 
     @property
     def doubles(self) -> dict[str, list[int]]:
-        """Lineage -> the updates that are recorded twice, because two processes led the run at once without leases."""
+        """The updates of each lineage that are recorded twice because two processes led the run at once."""
         found: dict[str, list[int]] = {}
         for lineage, uses in self.uses.items():
             times = Counter((use.update, use.epoch) for use in _counted(uses))

@@ -25,7 +25,7 @@ PINS = "pins.json"
 
 
 def read_pin_file(disk: Disk, path: Path) -> dict[str, str]:
-    """Return segment -> head from a file like `pins.json`. Raises UsageError if the file holds no pins."""
+    """Return the head of each segment in a file like `pins.json`. Raises UsageError if the file holds no pins."""
     try:
         heads = from_json(read_file(path, disk))
     except ValueError as error:

@@ -178,7 +178,7 @@ def _clear_parts(folder: Path, disk: Disk) -> None:
 
 
 def tips(segments: list[Segment], live: set[str], folder: Path, disk: Disk) -> dict[str, str]:
-    """Return segment -> head for each segment whose head no later segment pins yet. As pins, they cover every line.
+    """Return the head of each segment whose head no later segment pins yet. As pins, they cover every line.
 
     In a live writer's segment, the head is the hash of the last line below the frontier. A power cut may still lose
     lines above the frontier, and a pin on a lost line would look like tampering.
@@ -195,7 +195,7 @@ def tips(segments: list[Segment], live: set[str], folder: Path, disk: Disk) -> d
 
 
 def read_pins(segment: Segment) -> dict[str, str]:
-    """Return the pins in the segment's `open` record as segment name -> head."""
+    """Return the pins in the segment's `open` record: heads by segment name."""
     return from_json(segment.pins)
 
 

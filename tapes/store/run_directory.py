@@ -53,16 +53,16 @@ class HeldOut(Value):
     reward: dict[str, float | int | None] | None
     """Mean reward over tasks and its interval, under the keys value, low, high and tasks."""
     pass_at: dict[str, dict[str, float | int | None] | None]
-    """k -> pass@k with its interval."""
+    """pass@k with its interval, by k."""
     agents: dict[str, float | None] | None = None
-    """Path of an agent -> its mean reward. Set if `loop.by_agent` is on."""
+    """Mean reward of each agent, by path. Set if `loop.by_agent` is on."""
     change: dict[str, float | int | None] | None = None
     """Difference between this evaluation and the one before training, paired by task, with the same keys as `reward`.
     It is set only in the evaluation at the end."""
 
 
 Evaluations = dict[str, HeldOut]
-"""Name of an evaluation (`sampled`, `greedy`) -> its rewards."""
+"""The rewards of each evaluation (`sampled`, `greedy`)."""
 
 
 class PlayerResults(BaseModel):
@@ -93,7 +93,7 @@ class Results(BaseModel):
     """Digest of the weights that the model began with."""
     players: dict[str, PlayerResults] = {}
     task_rates: dict[str, tuple[int, int]] = {}
-    """Task hash -> (number passed, number tried). The curriculum read these numbers when the run began."""
+    """(Number passed, number tried) of each task, by hash. The curriculum read these numbers when the run began."""
     imitated: list[str] | None = None
     """Ids of this run's copies of the tapes for the warm start."""
     corpus: list[str] | None = None
@@ -105,12 +105,12 @@ class Results(BaseModel):
     """Number of updates that resumed processes applied again."""
     before: Evaluations | None = None
     evaluations: dict[str, Evaluations] = {}
-    """Number of updates that the loop had made -> the evaluations at that point."""
+    """The evaluations during the loop, by the number of updates that the loop had made."""
     idle_share: float | None = None
     lengths: list[Lengthened] = []
     after: Evaluations | None = None
     lost_points: dict[str, int] = {}
-    """Tracker -> number of points that it lost."""
+    """Number of points that each tracker lost."""
     books: Books | None = None
     books_close: bool | None = None
 
@@ -317,7 +317,7 @@ def read_metrics(path: Path) -> list[dict[str, JsonValue]]:
 
 
 def _differences(path: Path, config: BaseModel, free: Collection[str]) -> dict[str, tuple[Any, Any]]:
-    """Return dotted key -> (value in the file, current value) for each setting that differs and isn't free."""
+    """Return (value in the file, current value) of each setting that differs and isn't free, by dotted key."""
     both = (load_config(type(config), path / CONFIG), config)
     then, now = (dict(settings_of(one.model_dump(mode="json", context=AT_RESUME))) for one in both)
     keys = {".".join(key): key for key in {**then, **now} if then.get(key) != now.get(key)}

@@ -76,7 +76,7 @@ _CLAUSES = {
     "max_reward": "reward <= ?",
     "closed": "(status is not null) = ?",
 }
-"""Key of `Where` -> its condition in SQL."""
+"""The SQL condition of each key of `Where`."""
 
 
 class Store:
@@ -229,7 +229,7 @@ class Store:
 
     @property
     def files(self) -> dict[str, str | None]:
-        """Path below the run -> digest in the last record that names the file, or None if the file may still change."""
+        """The last recorded digest of each file, by its path below the run. None if the file may still change."""
         found: dict[str, str | None] = {}
         for stored in self.run_records("files"):
             found |= cast(Files, stored.record).files
@@ -293,7 +293,7 @@ class Store:
 
     @property
     def published(self) -> dict[str, Publish]:
-        """Version of the weights -> its `publish` record. If two leads recorded it, this is the later lead's record."""
+        """The `publish` record of each version of the weights. If two leads recorded it, the later one counts."""
         found: dict[str, Publish] = {}
         for stored in self.run_records("publish"):
             publish = cast(Publish, stored.record)

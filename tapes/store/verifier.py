@@ -118,12 +118,12 @@ class _Fold:
         self.pictures = _Pictures()
         self.files: dict[str, str | None] = {}
         self.leads: dict[int, str] = {}
-        """Epoch -> the segment with the `lead` record that has this epoch."""
+        """The segment that has the `lead` record of each epoch."""
         self.records = 0
         self._unknown: dict[tuple[str, str | None], tuple[int, str]] = {}
-        """(part, version that wrote it) -> (number of records with this part, place of the first of these records)."""
+        """(Number of records, place of the first record) for each unknown part and the version that wrote it."""
         self._wrote: dict[str, str] = {}
-        """Tape -> the package version that recorded it."""
+        """The package version that recorded each tape."""
 
     def add(self, segment: str, line: Line) -> None:
         self.records += 1
@@ -180,9 +180,9 @@ class _Pictures:
 
     def __init__(self) -> None:
         self._shown: dict[str, set[str]] = {}
-        """Tape -> names (`_named`) of the pictures in its steps and requests. A fork of an unread tape has no entry."""
+        """Names (`_named`) of the pictures in each tape's steps and requests. A fork of an unread tape has no entry."""
         self._sizes: dict[tuple[str, int, int], str] = {}
-        """(file, width, height) in a record -> the tape with that record."""
+        """The tape whose record has this (file, width, height)."""
         self._placed: list[tuple[str, str, Place, bytes, bool, bool]] = []
         """(call, processor and agent, place, hash of its ids, whether they are all equal, whether its ends are
         plausible).
@@ -284,9 +284,9 @@ class _Pins:
         self.outside = 0
         """Number of pins that did not come from the segments themselves."""
         self.opens: dict[str, list[tuple[str, str]]] = {}
-        """Segment -> the pins in its first line."""
+        """The pins in the first line of each segment."""
         self.met: dict[tuple[str, str], int] = {}
-        """Pin -> number of lines up to and including the pinned line."""
+        """Number of lines up to and including the pinned line, by pin."""
         self.problems: list[str] = []
         for pin in map(str, pins):
             self._add(disk, pin)

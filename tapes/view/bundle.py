@@ -69,7 +69,7 @@ NOT_EXPLAINED = "left out of a report; `tapereel explain` and `tapereel view` sh
 
 
 def static_files() -> dict[str, tuple[str, bytes]]:
-    """Return all files of the page as name -> (content type, bytes)."""
+    """Return (content type, bytes) of each file of the page, by name."""
     names = ("index.html", "style.css", "icon.svg", *SCRIPTS, WORKER)
     folder = files(__name__.rpartition(".")[0]) / "static"
     return {name: (_KINDS[name[name.rindex(".") :]], (folder / name).read_bytes()) for name in names}

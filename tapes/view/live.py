@@ -31,7 +31,7 @@ class Live:
         self._rev = 0
         self._log: deque[tuple[int, frozenset[str]]] = deque(maxlen=REMEMBERED)
         self._lines: dict[str, tuple[int, str]] | None = None
-        """Maps each segment to (number of lines, hash of the first line), or None before the first call of `now`."""
+        """(Number of lines, hash of the first line) of each segment, or None before the first call of `now`."""
         self.breaks: dict[str, Break] = {}
         """The breaks in the lines of segments, as found by the last call of `now`."""
         self.training = False

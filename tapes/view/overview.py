@@ -75,21 +75,21 @@ class Overview(Value):
     plots: tuple[Plot, ...] = ()
     scores: tuple[Score, ...] = ()
     seconds: dict[str, float] = Field(default={})
-    """Maps each part of the run to its wall-clock seconds."""
+    """Wall-clock seconds of each part of the run."""
     tokens: dict[str, int] = Field(default={})
-    """Maps each fate to its number of sampled tokens. The numbers add up to all sampled tokens."""
+    """Number of sampled tokens with each fate. The numbers add up to all sampled tokens."""
     ends: tuple[Lost, ...] = ()
     faults: tuple[Fault, ...] = ()
     """The errors that ended episodes, most frequent first."""
     tapes: tuple[TapeToRead, ...] = ()
     checks: dict[str, str] = Field(default={})
-    """Maps each command line to the property that it checks."""
+    """The property that each command line checks."""
     next: tuple[str, ...] = ()
     """Command lines to try on this run."""
     config: str = ""
     """The resolved configuration, as YAML."""
     versions: dict[str, str] = Field(default={})
-    """Maps each software name to its version, according to the newest tape."""
+    """The version of each piece of software, according to the newest tape."""
 
 
 def overview_of(

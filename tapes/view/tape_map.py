@@ -37,11 +37,11 @@ class TapeMap:
         self.actions = array("i")
         """For each turn, the record of its action, or -1 until the action is recorded."""
         self.calls: dict[str, int] = {}
-        """Maps the id of each call to its record."""
+        """The record of each call, by its id."""
         self.step_items = array("I")
         """The item of each step."""
         self.rewards: dict[int, list[tuple[str, float, float]]] = {}
-        """Maps each step to its (component, value, weight) tuples, as recorded before the tape's end."""
+        """The (component, value, weight) tuples of each step, as recorded before the tape's end."""
         self.episode: list[tuple[str, float, float]] = []
         """Components that the episode earned as a whole."""
         self.inherited = 0

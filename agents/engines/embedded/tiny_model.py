@@ -39,7 +39,7 @@ _SHAPES: dict[str, tuple[int, int, int, int]] = {
     "small": (96, 3, 4, 256),
     "base": (128, 4, 4, 320),
 }
-"""Maps a size to (width, layers, heads, feed-forward width)."""
+"""(Width, layers, heads, feed-forward width) of each size."""
 
 
 def char_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:

@@ -153,7 +153,7 @@ class RemoteEngine:
             within = SHARED_MEMORY if config.publish in ("transfer", "nccl") and SHARED_MEMORY.is_dir() else None
             self._temporary = Path(tempfile.mkdtemp(prefix="tapereel-weights-", dir=within))
         self._homes: OrderedDict[str, Server] = OrderedDict()
-        """Maps each conversation's cache key to the server whose prefix cache has the conversation's KV."""
+        """The server whose prefix cache has the KV of a conversation, by the conversation's cache key."""
         self._wellness = Wellness()
         self._flights: dict[str, Flight] = {}
         """Requests in flight, by request id."""
@@ -168,8 +168,8 @@ class RemoteEngine:
         """`_moment` when the last sync in a mode other than `drain` began. Completions that were in flight at that time
         may have tokens from two versions."""
         self._restored: dict[str, int] = {}
-        """Maps the address of a restarted server to `_moment` when its weights were restored. All requests in flight
-        there ended then. If a request had no token by then, its answer names no weight version."""
+        """The `_moment` at which the weights of a restarted server were restored, by its address. All requests on it
+        ended at that moment. If a request had no token by then, its answer names no weight version."""
         self._broken: Exception | None = None
         """The error if a weight sync has failed. It is never cleared, because this engine can't know the weights any
         more."""

@@ -35,7 +35,7 @@ HINTS = {
     403: "; this route is off (vLLM: --enable-scale-out) or forbidden",
     404: "; the server lacks this route or model",
 }
-"""Maps an HTTP status to its likely cause, which is added to the error message."""
+"""The likely cause of an HTTP status, which is added to the error message."""
 CONNECTIONS = 512
 """Maximum number of open connections to a server."""
 LARGEST = 256 << 20
