@@ -191,8 +191,8 @@ class TrainableEngine(Engine, Protocol):
         The loop calls this from the engine's event loop while completions are in flight. It never makes two calls at
         the same time, and doesn't change `state` until the call returns.
 
-        Raises ValueError, and changes nothing, if `version` was used before or `state` isn't a state dict of the model. A
-        version names one set of weights only. After any other exception, it is unknown which weights the engine has, so
+        Raises ValueError, and changes nothing, if `version` was used before or `state` isn't a state dict of the model.
+        A version names one set of weights only. After any other exception, it is unknown which weights the engine has, so
         it must refuse later requests."""
         ...
 
