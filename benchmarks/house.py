@@ -145,7 +145,11 @@ def settings(sources: Sources) -> tuple[int, int]:
     typed = {node.name: node for node in sources.derived({"TypedDict"})}
 
     def fields(node: ast.ClassDef) -> int:
-        lines = [line for line in node.body if isinstance(line, ast.AnnAssign)]
+        lines = [
+            line
+            for line in node.body
+            if isinstance(line, ast.AnnAssign) and "ClassVar" not in ast.unparse(line.annotation)
+        ]
         inside = [typed[name] for line in lines if (name := ast.unparse(line.annotation)) in typed]
         return len(lines) - len(inside) + sum(map(fields, inside))
 
