@@ -1,7 +1,7 @@
 """The `tapereel` command runs a verb with its arguments, and turns errors into sentences and exit codes.
 
 A verb's module is imported only when the verb runs, so `tapereel show` never imports torch. A verb is either a command
-or a table of commands (`TARGETS`) such as `tapereel serve model`. `cli/console.py` defines the interface of a command.
+or, like `tapereel serve`, a table of commands (`TARGETS`). `cli/console.py` defines the interface of a command.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "export": ("cli.exchange.export", "write tapes as a dataset or as conversations"),
     "import": ("cli.exchange.import_", "read conversations as tapes"),
 }
-"""(Module inside tapereel, its purpose) of each verb."""
+"""For each verb: (its module inside tapereel, its purpose)."""
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "roll out": ("run", "branch", "serve"),
@@ -87,7 +87,7 @@ def load(name: str) -> ModuleType:
 
 
 def commands() -> dict[str, tuple[str, str]]:
-    """Return (module inside tapereel, its purpose) of each command, such as `show` or `serve model`."""
+    """Return (module inside tapereel, purpose) for each command, by names such as `show` and `serve model`."""
     found: dict[str, tuple[str, str]] = {}
     for name, entry in VERBS.items():
         targets: Mapping[str, tuple[str, str]] | None = getattr(load(name), "TARGETS", None)
@@ -180,7 +180,7 @@ def _keep_stdout() -> None:
 
 
 def _outlive_alarms() -> None:
-    """Report alarms (`signal.alarm`) for which user code sets no handler. By default, these end the process."""
+    """Report alarms (`signal.alarm`) that user code sets without a handler. By default, they would end the process."""
     if hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
         signal.signal(
             signal.SIGALRM, lambda *_: say("ignored SIGALRM: the code that set the alarm has no handler for it")
@@ -264,8 +264,8 @@ def _warnings_on_stderr() -> Iterator[None]:
 
 
 def _with_options(text: str, parser: argparse.ArgumentParser) -> str:
-    """Return a message from the library with arguments (`` `resume=True` ``) and settings (`` `loop.groups=8` ``)
-    spelled as the command's options."""
+    """Return a message from the library for the command line. Arguments (`` `resume=True` ``) and settings
+    (`` `loop.groups=8` ``) in it are replaced by the command's options."""
     flags = {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
 
     def option(found: re.Match[str]) -> str:

@@ -71,7 +71,7 @@ def positive(text: str) -> float:
 
 
 def given(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    """Return the flags of the arguments whose value isn't the default. `names` are attributes of `args`."""
+    """Return the flags of the arguments that differ from their defaults. `names` are attributes of `args`."""
     return [
         _FLAGS.get(name, f"--{name.replace('_', '-')}")
         for name in names
@@ -80,12 +80,12 @@ def given(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
 
 
 _FLAGS = {"tape": "a tape", "imports": "--import", "updates": "--update", "agents": "--agent"}
-"""Spelling on the command line of each attribute of `args` that has a different name there."""
+"""How attributes of `args` are spelled on the command line, if they have different names there."""
 
 
 def check_target(flag: str, path: str | Path | None) -> None:
-    """Raise UsageError if no file can be written at `path`, the value of `flag`. Call this before the work, so that
-    hours of work don't end with an answer that can't be written."""
+    """Raise UsageError if a file can't be written at `path`, which is the value of `flag`. A command calls this before
+    its work. Otherwise, hours of work could end with an answer that can't be written."""
     if path is not None and not Path(path).parent.is_dir():
         raise UsageError(
             f"{flag} {path}: the folder {Path(path).parent} doesn't exist; create it, or name another file"
@@ -116,8 +116,8 @@ def say(text: str) -> None:
 
 
 def answer(args: argparse.Namespace, data: BaseModel | Mapping[str, object], *shown: Section | RenderableType) -> None:
-    """Print the command's answer. With `--json`, this is `data` as one JSON object. Otherwise, it is `shown`, for
-    people.
+    """Print the command's answer. With `--json`, the answer is `data` as one JSON object. Otherwise, it is `shown`,
+    which is meant for people.
 
     Strings and sections are escaped here, so text from a tape can't control the terminal. Rich renderables are printed
     unchanged."""
@@ -144,7 +144,7 @@ def console_for(out: TextIO) -> Console:
 
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|&~#!$])")
 NARROWEST = 12
-"""Minimum width, in characters, of a column that wraps. If its cells are all shorter, the column may be narrower."""
+"""Minimum width of a column that wraps, in characters. A column may be narrower if all its cells are shorter."""
 WIDEST = 10_000
 
 
@@ -215,7 +215,7 @@ def escaped(text: str) -> str:
 
 
 def _least_width(item: RenderableType, console: Console) -> int:
-    """Return the smallest width at which a table shows every number in full. A narrower terminal wraps its lines."""
+    """Return the smallest width at which a table shows every number in full. A narrower terminal wraps the lines."""
     from rich.cells import cell_len
     from rich.table import Table
 

@@ -48,7 +48,7 @@ def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, needs: str = "") -> None:
-    """Declare `--config`, `--set` and `--dry-run`. In the help, a dry run also prints `needs`."""
+    """Declare `--config`, `--set` and `--dry-run`. `needs` is text for the help about what else a dry run prints."""
     parser.add_argument("--config", metavar="FILE", help="settings in a YAML or TOML file")
     add_set_argument(parser, "seed=3")
     parser.add_argument("--dry-run", action="store_true", help=f"print the resolved configuration{needs}, and stop")
@@ -66,8 +66,8 @@ def scene_settings(args: argparse.Namespace, *more: str) -> list[Setting]:
 
 
 def option_settings(args: argparse.Namespace, *names: str, **keys: str) -> list[Setting]:
-    """Return the given options in the form of settings. An option in `names` has the same name as its setting, and
-    `keys` maps other options to their settings."""
+    """Return the given options as settings. An option in `names` has the same name as its setting. For other options,
+    `keys` holds the name of the setting."""
     options = {**dict.fromkeys(names), **keys}
     found = [(name, key or name, getattr(args, name)) for name, key in options.items()]
     return [(key, value, f"--{name.replace('_', '-')} {value}") for name, key, value in found if value is not None]
@@ -99,8 +99,8 @@ def take_over(args: argparse.Namespace, out: str | Path) -> None:
 def add_server_arguments(
     parser: argparse.ArgumentParser, *, port: int = 0, key: str = "--key", made: str = "a new token"
 ) -> None:
-    """Declare a server's port, its address and the variable with its token. `made` describes the default token in the
-    help."""
+    """Declare arguments for a server's port, its address and the environment variable with its token. In the help,
+    `made` describes the default token."""
     parser.add_argument(
         "--port", type=_port, default=port, help="port to listen on; 0 picks a free one (default %(default)s)"
     )

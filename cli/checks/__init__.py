@@ -1,4 +1,4 @@
 """Verbs that replay episodes, verify bytes, reproduce weights, and check environments and engines.
 
-Imports every folder below `cli`. `cli.command` loads its modules by name.
+This folder imports every layer below `cli`. `cli.command` loads the modules in it by name.
 """

@@ -9,4 +9,4 @@ TARGETS: dict[str, tuple[str, str]] = {
     "env": ("cli.checks.check_env_command", "check that an environment keeps its contract"),
     "engine": ("cli.checks.check_engine_command", "check that an engine keeps its contract"),
 }
-"""(Module inside tapereel, its purpose) of each target."""
+"""For each target: (its module inside tapereel, its purpose)."""

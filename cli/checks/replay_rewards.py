@@ -1,4 +1,4 @@
-"""`tapereel replay rewards`: score the recorded episodes again to check or add the scores, or compare two rewards."""
+"""`tapereel replay rewards`: score the recorded episodes again, to check scores, add scores or compare two rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of `tapereel replay` share these functions, which declare arguments and print and keep verdicts."""
+"""Functions that the commands of `tapereel replay` share. They declare arguments, and print and keep verdicts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SHOWN = 20
 """Maximum number of verdicts that are printed one by one. `--json` has all of them."""
 
 KEPT = ("agent", "env", "reward", "model", "layer", "mask", "tolerance")
-"""Arguments that are recorded in the file with the verdicts if they are given."""
+"""If these arguments are given, they are recorded in the file with the verdicts."""
 
 SPELLED = {"replay": "replay agent", "reexec": "replay env", "rescore": "replay rewards", "requery": "replay model"}
-"""The command that makes each check, by the check's name in verdicts."""
+"""The command for each check, by the name of the check in verdicts."""
 
 
 def add_tape_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
 """Verbs that export tapes as datasets, and import datasets as tapes.
 
-Imports `finetune.interchange`. `cli.command` loads its modules by name.
+This folder imports `finetune.interchange`. `cli.command` loads the modules in it by name.
 """

@@ -30,7 +30,7 @@ tapereel diff runs/digits runs/digits --split eval-before-sampled --against-spli
 """
 
 SHOWN = 20
-"""Maximum number of steps, or of tasks for each kind of change, that are printed. `--json` has all of them."""
+"""Maximum number of steps to print, and of tasks to print for each kind of change. `--json` has all of them."""
 CLIP = 300
 """Maximum number of characters that are printed from a step."""
 

@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _trained_on(store: Store, checkpoint: Path) -> Collection[str]:
-    """Return ids of the tapes that updates before `checkpoint` trained on. Raises UsageError for any other folder."""
+    """Return the ids of tapes that were trained on before `checkpoint`. Raises UsageError if it isn't a checkpoint."""
     try:
         state = json.loads(read_file(checkpoint / "state.json"))
         return store.ledger(str(state["lineage"])).taught(before=int(state["update"]))

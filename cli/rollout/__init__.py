@@ -1,4 +1,4 @@
 """Verbs that run agents, branch recorded episodes, and serve models, environments and a gateway.
 
-Imports `agents` and `envs`. `cli.command` loads its modules by name.
+This folder imports `agents` and `envs`. `cli.command` loads the modules in it by name.
 """

@@ -25,8 +25,8 @@ tapereel serve env my_env.py:GuessNumber --port 8100 --tasks "[3, 7, 9]"
 """
 
 PROCESS_SHARE = 0.9
-"""Share of a call's time limit after which the process that serves the call is killed. It is below 1, so that the
-client gets the error about the killed process instead of a plain timeout."""
+"""A process is killed if a call in it takes longer than this share of the call's time limit. The share is below 1, so
+that the client gets the error about the killed process instead of a plain timeout."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
 """Verbs that train a model and evaluate recorded episodes.
 
-Imports `finetune` and `agents`. `cli.command` loads its modules by name.
+This folder imports `finetune` and `agents`. `cli.command` loads the modules in it by name.
 """

@@ -1,7 +1,7 @@
 """Advice: signs of trouble in a run's numbers, one sentence for each, with the next step.
 
 Advice is printed at the end of `run` and `train`, and shown on the run's overview. It is based on summaries, metrics
-and the newest tapes. Without advice, none of these signs was found. This doesn't mean that the run is right.
+and the newest tapes. A run without advice shows none of these signs, but it may still have other problems.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ OFTEN = 0.1
 MOST = 0.5
 """Unreadable answers are reported if their share of all answers is above this value."""
 NEAR = 0.1
-"""Cut-off answers aren't reported if their mean reward is close to the best reward, which means that the difference is
+"""Cut-off answers aren't reported if their mean reward is close to the best reward. Close means that the difference is
 below this share of the rewards' range."""
 FEW = 4
-"""Minimum number of rewards or answers that advice about them needs."""
+"""Minimum number of rewards for advice about rewards, and of answers for advice about answers."""
 SHORT = 16
-"""In tokens. A limit on the length of answers that is below this value is assumed to be intended."""
+"""If the limit on an answer's length is below this number of tokens, the limit is assumed to be intended."""
 LOOP = 10
-"""Minimum number of updates for advice about their reward, which compares five updates with five others."""
+"""Minimum number of updates for advice about their reward. Five of these updates are compared with the other five."""
 GONE = 0.05
 """In nats per token. If the entropy is below this value, the attempts in a group are copies of each other."""
 
@@ -43,8 +43,8 @@ Lines = Sequence[Mapping[str, JsonValue]]
 def advice(
     store: Store, split: str | None = None, updates: Lines = (), held_out: Evaluations | None = None
 ) -> tuple[str, ...]:
-    """Return pieces of advice about the closed tapes in `split` (all tapes if it is None), the loop's `updates`, which
-    are lines of the metrics, and the evaluation at the loop's end."""
+    """Return advice about the closed tapes in `split`, or in all splits if it is None. It also covers the loop's
+    `updates`, given as lines of the metrics, and the evaluation at the loop's end."""
     try:
         return (
             *_tapes(store, split),
@@ -109,7 +109,7 @@ def _earns(cut: Sequence[float | None], every: Sequence[float | None]) -> bool:
 
 
 def _called(tape: Tape) -> bool:
-    """Return whether a tool was called, by an action or by an external program, whose requests then hold a result."""
+    """Return whether an action or an external program called a tool. The program's later requests hold the result."""
     names = {"tool_calls"}
     for call in tape.calls:
         schemas = (call.tools.schemas if call.tools is not None else None) or ()
@@ -180,7 +180,8 @@ def _values(lines: Lines, key: str) -> list[float]:
 
 
 def _rise(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the difference between the means. It is infinite if either has under two values."""
+    """Return the 95 % interval of the difference between the means. It is infinite if a sequence has under two
+    values."""
     if len(before) < 2 or len(after) < 2:
         return -math.inf, math.inf
     error = math.sqrt(variance(before) / len(before) + variance(after) / len(after))

@@ -39,9 +39,10 @@ from ..value import Value
 OFTEN = 0.1
 """Cut completions and cut episodes are reported if their share is above this value."""
 MISMATCH = 0.1
-"""The limit for a mismatch in nats. Rounding stays far below it or, in bfloat16, almost always below it."""
+"""A difference above this number of nats is a mismatch. Rounding causes far smaller differences. In bfloat16, they
+almost always stay below this limit."""
 ROUNDING = 1e-6
-"""The amount, in nats, by which rounding may lift a log-softmax in float32 above 0."""
+"""Rounding may lift a log-softmax in float32 above 0 by this number of nats."""
 
 
 class Component(Value, frozen=False):
@@ -54,7 +55,7 @@ class Component(Value, frozen=False):
     """True if the weight is 0. A metric is reported, but it is never part of a reward."""
     scores: int = 0
     unknown: int = 0
-    """Number of scores that are NaN or infinite. None of the sums includes them."""
+    """Number of scores that are NaN or infinite. The sums don't include these scores."""
     evidence: int = 0
     """Number of scores with evidence."""
     low: float | None = None
@@ -62,7 +63,7 @@ class Component(Value, frozen=False):
     """Mean of the values, without their weights."""
     high: float | None = None
     total: float = 0.0
-    """Sum of weight * value. Like `_sum`, it is scaled by `DOWN` until `sealed` is called."""
+    """Sum of weight * value. It is scaled by `DOWN`, like `_sum`, until `sealed` removes the scale."""
     share: float | None = None
     """|total| divided by the sum of |total| over all components. It is None for metrics and layers, or if that sum is
     0."""
@@ -98,7 +99,7 @@ class Anomaly(Value):
     count: int
     """Number of times that the anomaly occurred."""
     of: int | None
-    """Number of cases in which it could have occurred, or None if that number has no meaning."""
+    """Number of cases that could have shown the anomaly, or None if this number has no meaning."""
     detail: str
     """A description in words."""
     tapes: tuple[str, ...]
@@ -117,12 +118,12 @@ class _Group:
     """The attempts of one group so far."""
 
     running: dict[int, int] = field(default_factory=dict)
-    """The number of tapes without an end of each attempt."""
+    """For each attempt, the number of its tapes that are still open."""
     tapes: dict[int, bool] = field(default_factory=dict)
-    """Whether one of the ended tapes of an attempt may be trained on, by attempt."""
+    """For each attempt, whether any of its ended tapes may be trained on."""
     first: list[str] = field(default_factory=list)
     values: dict[str, tuple[float, int, bool]] = field(default_factory=dict)
-    """Maps each component to (value on the first tape, number of tapes, whether all tapes have this value). Only tapes
+    """For each component: (value on the first tape, number of tapes, whether all tapes have this value). Only tapes
     that may be trained on are counted."""
     equal: tuple[float, int, bool] | None = None
     """The same tuple for the sum of all components."""
@@ -145,7 +146,7 @@ _NOTED: dict[str, tuple[str | None, str]] = {
     "reward that is no number": (None, "NaN or an infinity; in none of the sums"),
     "reward without action": (None, "scores other than 0 on tapes that did nothing"),
 }
-"""Maps each kind to the count in `_seen` of which it is a part, if there is one, and to its description."""
+"""For each kind of anomaly: (name of its total in `_seen` or None, description in words)."""
 
 
 class Anomalies:
@@ -161,10 +162,10 @@ class Anomalies:
         self._oldest: dict[str, list[str]] = {}
         """The versions that sampled each call."""
         self._uses: list[tuple[Use, float, list[str]]] = []
-        """(update, largest difference in nats on any of its tokens, its tapes) for each update."""
+        """For each update with a mismatch: (the update, its largest difference on a token in nats, its tapes)."""
         self._seen: Counter[str] = Counter()
-        """Numbers of calls, sampled completions, tokens in these completions, ended tapes and updates. Anomalies are
-        counted as parts of these numbers."""
+        """Counts of calls, sampled completions, tokens in these completions, ended tapes and updates. `_NOTED` names
+        these counts."""
 
     def _note(self, kind: str, what: str, tapes: Sequence[str], n: int = 1, most: float = 0.0) -> None:
         odd = self._odd.setdefault((kind, what), _Odd())
@@ -230,10 +231,10 @@ class Anomalies:
     def _mismatches(self) -> None:
         """Report updates with a mismatch. This runs last, because a `use` may precede the calls that it trained on.
 
-        The trainer computes log-probs with its current weights, so a mismatch on tokens that these weights sampled has
-        no explanation. On older tokens, the updates since then may explain a difference of any size. So a mismatch on
-        older tokens is reported only if `replay model`, which uses the weights that sampled them, found that their tape
-        diverged. A record without `moved` doesn't distinguish older tokens from the others.
+        The trainer computes log-probs with its current weights. If these weights also sampled the tokens, nothing
+        explains a mismatch. If older weights sampled them, the updates since then may explain a difference of any size.
+        A mismatch on older tokens is therefore reported only if their tape diverged in `replay model`, which uses the
+        older weights. A record without `moved` doesn't distinguish older tokens from the others.
         """
         for use, moved, tapes in self._uses:
             own = use.info.get("mismatch") if "moved" in use.info else None
@@ -246,7 +247,7 @@ class Anomalies:
         self._uses.clear()
 
     def ended(self, tape: TapeFold, repeats: tuple[int, str], rewards: Sequence[RewardFacts]) -> None:
-        """Count a tape that ended. `repeats` is the length of its longest run of equal actions, and their kind."""
+        """Count a tape that ended. `repeats` describes its longest run of equal actions as (length, kind of action)."""
         name = tape.begun.id
         self._seen["ended"] += 1
         if tape.status in (Status.TRUNCATED, Status.LIMIT):
@@ -311,7 +312,7 @@ class Anomalies:
         return made
 
     def _compared(self, name: str) -> list[bool]:
-        """Return, for each group in which two or more tapes have that component, whether all have the same value."""
+        """Return a bool for each group with at least two values of the component: True if these values are equal."""
         found = [group.values[name] for group in self._groups.values() if name in group.values]
         return [same for _, n, same in found if n > 1]
 
@@ -346,8 +347,8 @@ class Anomalies:
 
 
 def _age(version: str, lineage: str, update: int) -> int:
-    """Return the staleness of a version: the number of updates between it and the weights that update number `update`
-    (counted from 0) changes.
+    """Return the staleness of a version: the number of updates from this version to the start of update `update`.
+    Updates are counted from 0.
 
     Return 0 for a version from another lineage. Its staleness is unknown, so it can't explain a mismatch.
     """

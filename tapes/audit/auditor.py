@@ -1,13 +1,13 @@
 """The audit of a run's tapes: attrition, the cost of calls, the actions that earned the reward, and anomalies.
 
-The audit reads all records in order in one pass. Ended tapes are only added to sums. A few numbers are kept for each
-group, and the versions that sampled each call. Memory therefore grows with open tapes, groups and calls, but not with
-tokens.
+The audit reads all records in order in one pass. Ended tapes are only added to sums. The audit keeps a few numbers for
+each group, and for each call the versions that sampled it. Its memory therefore grows with the number of open tapes,
+groups and calls, but not with the number of tokens.
 The rules are:
 
 1. Sums over rewards include only ended tapes. The cost of calls also includes open tapes.
-2. A call and its prompt are counted for the version under which the call began. Its completion tokens are divided among
-   the versions that sampled them, and its seconds and dollars are divided in the same proportion.
+2. A call and its prompt are counted for the version in use when the call began. Its completion tokens are divided among
+   the versions that sampled them. Its seconds and dollars are divided in the same proportion.
 3. Unknown values are counted separately, not in sums: unscored tapes, calls without a cost or a time, rewards that
    are NaN or infinite. A tape on which a reward source failed is unscored, and its other components count as metrics.
 4. The rewards in a layer (a later scoring) are listed separately and have no share of the total.
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 EXAMPLES = 5
 """Maximum number of tapes that each line of the audit names."""
 INHERITED = "(before the fork)"
-"""The kind that is listed for an action that a fork inherited from its parent."""
+"""The audit lists this kind for actions that a fork inherited from its parent."""
 
 
 class Ended(Lost, frozen=False):
@@ -55,13 +55,13 @@ class Ended(Lost, frozen=False):
     seconds: float = 0.0
     """Sum of the seconds in the episodes' `end` records."""
     tokens: dict[str, int] = Field(default={})
-    """Maps buckets of completion tokens to numbers of episodes. The buckets are the same as in `turns`."""
+    """Number of episodes in each bucket of completion tokens. The buckets are the same as in `turns`."""
     tapes: tuple[str, ...] = ()
     """Some of these episodes."""
 
 
 class Spent(Value, frozen=False):
-    """The cost of the calls that one agent path made to one engine and that one policy version sampled."""
+    """The cost of calls from one agent path to one engine, sampled by one policy version."""
 
     by: str
     """The path of the agent."""
@@ -115,7 +115,7 @@ class Audit(Value):
     anomalies: tuple[Anomaly, ...]
 
     def lost_by(self, length: str) -> dict[str, tuple[int, int]]:
-        """Return, for each bucket of `turns` or `tokens`, how many episodes ended and how many are never trained on."""
+        """Return (ended episodes, episodes that are never trained on) per bucket. `length` is `turns` or `tokens`."""
         found: dict[str, tuple[int, int]] = {}
         for end in self.ends:
             for name, n in getattr(end, length).items():
@@ -185,11 +185,11 @@ class AuditFold:
         inherited: Callable[[str], int] | None = None,
         diverged: Container[str] = (),
     ) -> None:
-        """`only` holds the ids of the tapes that count. None means all tapes.
+        """`only` holds the ids of the tapes to count. None means all tapes.
 
-        A tape is reported if it has at least `repeats` equal actions in a row. `inherited` returns the number of steps
-        that a fork, given by its id, has from its parent. A run with forks needs this function. `diverged` holds the
-        ids of tapes that `replay model` found to differ from the weights that sampled them.
+        A tape is reported if it has at least `repeats` equal actions in a row. `inherited` takes the id of a fork and
+        returns how many steps the fork has from its parent. A run with forks needs this function. `diverged` holds the
+        ids of tapes that diverged in `replay model`.
         """
         self._only, self._inherited = only, inherited
         self._open: dict[str, _Tape] = {}
@@ -201,7 +201,7 @@ class AuditFold:
         self._odd = Anomalies(EXAMPLES, repeats, diverged)
 
     def take(self, name: str, facts: Facts | None) -> None:
-        """Add one record, given by its tape's id and its facts."""
+        """Add the facts of one record. `name` is the id of the record's tape."""
         if isinstance(facts, Use):
             self._odd.update(facts, self._only)
         elif self._only is not None and name not in self._only:
@@ -349,8 +349,7 @@ def audit_run(
     """Return the books of the whole run and the audit of its tapes. Every record is read once.
 
     If `split` is given, only the tapes in this split are audited. If `limit` is given, only the newest `limit` of these
-    tapes and the other tapes in their groups are audited. Without these other tapes, comparisons within a group would
-    be wrong.
+    tapes are audited, together with all other tapes in their groups. Comparisons within a group need the whole group.
     """
     store.refresh()
     only = None if split is None and limit is None else _chosen(store, split, limit)
@@ -381,7 +380,7 @@ def audit_run(
 
 
 def _diverged(run: Path) -> frozenset[str]:
-    """Return the tapes whose newest verdict from `replay model` with the run's own weights is `diverged`."""
+    """Return the tapes that diverged in their newest `replay model` with the run's own weights."""
     checks = Checks(run)
     found: set[str] = set()
     for tape in checks.refresh():

@@ -42,8 +42,8 @@ def check_run(
 ) -> Verdicts:
     """Check the named tapes of a run, or all closed tapes in a split.
 
-    `jobs` is the number of processes. None means one for each `PER_JOB` tapes, but at most one for each CPU. Raises
-    NoSuchTape for an unknown tape, and UsageError for an unknown split or fewer than one job.
+    `jobs` is the number of processes. By default, this is one for every `PER_JOB` tapes, up to the number of CPUs.
+    Raises NoSuchTape for an unknown tape, and UsageError for an unknown split or if `jobs` is below 1.
     """
     from ..store.store import Store
 
@@ -85,7 +85,8 @@ def check_split(store: Store, split: str | None) -> None:
 
 
 def torn_tails(store: Store) -> list[str]:
-    """Return a sentence for each segment whose last bytes can't be read. No verdict covers the records in them."""
+    """Return a sentence for each segment with unreadable bytes at its end. Verdicts don't cover the records in these
+    bytes."""
     return [
         f"{torn.size:,} bytes at the tail of segment {torn.segment} are torn, so their records are left out here: "
         f"see tapereel verify {store.path}"

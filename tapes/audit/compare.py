@@ -104,8 +104,8 @@ class TaskDiff(Value):
     second: float | None
     attempts: tuple[int, int]
     tapes: tuple[str, str] | None
-    """Two attempts, one from each run. For `won` and `lost`, they are the best and the worst attempt. Otherwise they
-    are the first pair that differs, or None if no pair does."""
+    """Two attempts, one from each run. For `won` and `lost`, they are the best attempt of the run with the higher mean
+    and the worst of the other run. Otherwise they are the first pair that differs, or None if all pairs are equal."""
     parting: Parting | None
     """The first difference between these two attempts."""
 
@@ -186,7 +186,8 @@ def _first(then: Any, now: Any) -> dict[str, Any] | None:
 
 
 Earned = dict[int | None, dict[str, float]]
-"""Maps each step's index, or None for the episode as a whole, to a mapping from its components to their values."""
+"""The values of components, by the index of the step and the name of the component. The index None stands for the
+episode as a whole."""
 
 
 def _earned(tape: Tape) -> Earned:

@@ -25,7 +25,7 @@ class Fault(Value):
 
 
 class Faults:
-    """Counts faults. Errors of one class from one place are the same fault, which has the first error's message."""
+    """Counts faults. Errors of one class from one place are the same fault. It has the message of the first error."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str | None, str | None], Fault] = {}

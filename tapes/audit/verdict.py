@@ -25,14 +25,14 @@ CLIP = 4000
 
 
 class Likely(StrEnum):
-    """The likely cause of a divergence. It is guessed from the field that differs, as a starting point."""
+    """The likely cause of a divergence. This is a guess from the field that differs, meant as a starting point."""
 
     CODE = "code"
     """The agent's code took another step, used another setting or raised a new error."""
     PROMPT = "prompt"
     """The agent's prompt differs: its system prompt, or messages that it writes itself."""
     TOOLS = "tools"
-    """The functions that are offered differ, or their order does."""
+    """The offered functions differ, or their order differs."""
     PARSER = "parser"
     """The model's answer equals the recorded one, but was parsed as another step."""
     ORDER = "order"
@@ -58,7 +58,7 @@ class Divergence(Value):
     turn: int | None = None
     """Number of the turn, counted from 0, or None if the place has no turn."""
     record: int | None = None
-    """Index of the record in the tape, whose `begin` has index 0, or None if nothing was recorded."""
+    """Index of the record in the tape, where `begin` has index 0. It is None if nothing was recorded."""
     step: int | None = None
     """Index of the step in the tape, or None if the place is a call or the end."""
     call: str | None = None
@@ -86,7 +86,7 @@ class Divergence(Value):
 
 
 class Failure(Value):
-    """A failure of code whose result a check needed: an error, a timeout or an unusable value."""
+    """An error, a timeout or an unusable value in code that a check had to run."""
 
     source: str
     """The name of the code. For a reward, this is the name of its source."""
@@ -110,12 +110,12 @@ class Verdict(Value):
     reason: str | None = None
     """Why the tape can't be verified, or None for the other outcomes."""
     checked: dict[str, int] = Field(default={})
-    """Maps each kind of value (calls, steps, observations, rewards, tokens) to the number of values that were compared
-    and found equal."""
+    """Number of values that were compared and found equal, for each kind of value: calls, steps, observations, rewards
+    and tokens."""
     not_checked: tuple[str, ...] = ()
     """Parts of the tape that the verdict doesn't cover."""
     failures: tuple[Failure, ...] = ()
-    """Failures of code in this check that affect only a part of it."""
+    """Failures of code that affect only a part of this check."""
     measured: dict[str, float] = Field(default={})
     """Measurements made by the check, such as the largest difference between log-probs."""
     proposed: dict[str, str | None] = Field(default={})
@@ -202,7 +202,7 @@ def unverifiable(verb: str, tape: str, reason: str, **more: Unpack[Covered]) -> 
 
 
 class Difference(NamedTuple):
-    """One field in which two values differ."""
+    """One field that differs between two values."""
 
     field: str
     recorded: Any
@@ -212,8 +212,8 @@ class Difference(NamedTuple):
 
 
 def differences(recorded: object, observed: object, field: str = "") -> Iterator[Difference]:
-    """Yield the fields in which two plain values differ, in order. After the common length of two lists, each further
-    item of the longer list is a difference."""
+    """Yield the fields that differ between two plain values, in order. If one list is longer than the other, each of
+    its extra items is a difference."""
     if isinstance(recorded, dict) and isinstance(observed, dict):
         for key in dict.fromkeys([*recorded, *observed]):
             yield from differences(recorded.get(key), observed.get(key), f"{field}.{key}" if field else str(key))
@@ -229,7 +229,7 @@ def differences(recorded: object, observed: object, field: str = "") -> Iterator
 
 
 def plain(value: object) -> JsonValue:
-    """Return a value in the form in which JSON represents it."""
+    """Return a value as JSON represents it."""
     return to_jsonable_python(value, inf_nan_mode="strings", fallback=repr)
 
 

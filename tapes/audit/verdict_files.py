@@ -1,9 +1,9 @@
 """Keeps the verdicts of `replay`, `reexec`, `rescore` and `requery` on a run's tapes for later readers.
 
-Each check writes a new file to the run's `verdicts/` folder. Its name consists of the verb, the time and a hash of its
-bytes, and it is never changed. The store is not opened for writing, because a verdict is a statement about a tape and
-not a part of it. Each verdict names the digest of its tape. Verdicts on open tapes, which have no digest yet, are not
-kept. A file whose bytes don't match the hash in its name is not read.
+Each check writes a new file to the run's `verdicts/` folder. The file's name consists of the verb, the time and a hash
+of the bytes in the file. The file is never changed. If its bytes don't match the hash, it is not read. The store is not
+opened for writing, because a verdict is a statement about a tape and not a part of the tape. Each verdict names the
+digest of its tape. Open tapes have no digest yet, so verdicts on them are not kept.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class _Line(NamedTuple):
 
 
 def keep_verdicts(run: Path, verdicts: Verdicts, given: Mapping[str, str]) -> Path | None:
-    """Write the verdicts on closed tapes to a new file, which is durable when this call returns. Return its path, or
-    None if there are none.
+    """Write the verdicts on closed tapes to a new file, and return its path. The file is then durable. Return None if
+    all verdicts are on open tapes.
 
     `given` holds the parts that the caller named, as in `Check.given`. Raises OSError if the run can't be written to.
     """

@@ -62,9 +62,9 @@ def private_file(name: str, text: str) -> Path:
 
 
 def token_path(url: str) -> str:
-    """Return the name of the file that holds the token of the server at `url`.
+    """Return the name of the file with the token of the server at `url`.
 
-    The name uses the host exactly as `url` has it, because `localhost` may reach another user's server on that port.
+    The name contains the host as it is in `url`, because `localhost` may reach another user's server on the same port.
     """
     at = urlsplit(url)
     # Several machines may share a home folder, so the name of the machine is part of the file's name.

@@ -31,7 +31,7 @@ MOST = 10_000_000
 _SMALL = Annotated[Any, f"a collection of at most {MOST:,} items that isn't nested too deeply"]
 _PATH = Annotated[Any, "a path of a usual length, without NUL characters and lone surrogates"]
 NO_LONE = "a str without lone surrogates"
-"""Describes the strings that Tapereel accepts. UTF-8 can't hold lone surrogates, and so a record can't either."""
+"""Describes the strings that Tapereel accepts. UTF-8 can't hold lone surrogates, so records can't hold them."""
 # All other surrogates are allowed, because they stand for bytes in a file name that isn't UTF-8.
 _BAD_PATH = re.compile("[\0\ud800-\udc7f\udd00-\udfff]|[^/]{256}|.{4096}", re.DOTALL)
 _JSON = None | bool | float | str | list[JsonValue] | tuple[JsonValue, ...] | dict[str, JsonValue]
@@ -79,7 +79,7 @@ def _expected(hint: Any) -> str:
 
 
 def _lacking(value: object, hint: Any) -> str:
-    """Return the end of an error message, which lists what `value` lacks for the protocol in `hint`. Return an empty
+    """Return a list of what `value` lacks for the protocol in `hint`, as the end of an error message. Return an empty
     string if `hint` has no protocol."""
     for kind in (hint, *get_args(hint)):
         if is_protocol(kind):

@@ -3,7 +3,7 @@
 Each of these sources overrides the ones before it. `load_config` returns a validated model, or raises a `ConfigError`
 that names each invalid key, its origin and the nearest existing keys. An unknown key is always an error, so a model
 that would ignore unknown keys is rejected. `dump_config` writes every setting, and `load_config` reads the result back
-as an equal model. If this version can't read a run's `config.yaml`, the error names a version that can.
+as an equal model. If this version can't read a run's `config.yaml`, the error names a version that can read it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ FORMAT = 1
 NAME = "NAME"
 """Placeholder for any key in a mapping of groups, as in `players.NAME.lr`."""
 AT_RESUME = "at resume"
-"""The context of `model_dump` in which every `FreeAtResume` setting is None, so that these settings compare equal."""
+"""With this context, `model_dump` writes every `FreeAtResume` setting as None, so that these settings compare equal."""
 FreeAtResume = WrapSerializer(lambda value, write, info: None if info.context == AT_RESUME else write(value))
-"""Annotates a setting that may differ when a run is resumed, such as a server's address. Such a setting affects neither
-samples nor updates."""
+"""Annotates a setting that may differ when a run is resumed, for example a server's address. These settings affect
+neither samples nor updates."""
 ModelT = TypeVar("ModelT", bound=BaseModel)
 Keys = tuple[str, ...]
 Setting = str | tuple[str, object] | tuple[str, object, str]
@@ -122,7 +122,8 @@ class _Layers(dict[Keys, tuple[Any, str]]):
 
     def __init__(self) -> None:
         self.typed: dict[Keys, str] = {}
-        """Maps command-line settings to the typed text. A string field gets this text: `--set name=123` sets "123"."""
+        """The text that was typed for each command-line setting. A string field gets this text: `--set name=123` sets
+        "123"."""
         self.record: Path | None = None
         """Path of the configuration file if it is the `config.yaml` of a run, otherwise None."""
 
@@ -147,7 +148,8 @@ class _Layers(dict[Keys, tuple[Any, str]]):
         return nested((keys, value) for keys, (value, _) in self.items())
 
     def where(self, keys: Keys) -> str:
-        """Return the origin of a key, or else of the nearest group above it, or else of all settings inside it."""
+        """Return the origin of a key, or the origin of the nearest group above it. If neither is known, return the
+        origins of all settings inside it."""
         for n in range(len(keys), 0, -1):
             if keys[:n] in self:
                 return self[keys[:n]][1]
@@ -326,7 +328,7 @@ def _explicit(value: Any, whole: bool = False) -> Any:
     """Return the values that Python code set in a model, as plain groups. The model's defaults are left out.
 
     Literal fields are included, because they tell the members of a union apart. With `whole`, all values are included.
-    This is for a group that is a field's default, because a value that is left out would be taken from another default.
+    A group that is a field's default needs this. Otherwise, its missing values would be taken from other defaults.
     """
     if isinstance(value, BaseModel):
         return {
@@ -349,7 +351,8 @@ def _refuse_open_models(cls: type[BaseModel]) -> None:
 
 
 def _walk(cls: type[BaseModel], above: Keys, seen: tuple[type[BaseModel], ...]) -> Iterator[tuple[Keys, list[Any]]]:
-    """Yield (keys, model classes in its type) for each field in `cls` and models in it, a recursive model only once."""
+    """Yield (keys of a field, model classes in the field's type) for all fields in `cls` and in the models inside it.
+    The fields of a recursive model are yielded only once."""
     for name, info in cls.model_fields.items():
         keys = (*above, info.alias or name)
         inner = list(_models(info.annotation))

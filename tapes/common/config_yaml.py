@@ -1,7 +1,7 @@
 """YAML for settings: line numbers are kept, a repeated key is an error, and plain values follow YAML 1.2.
 
 Plain `yes`, `no`, `on` and `off` are text, `1e-3` is a number, and dates are text. Only plain data can be read and
-written, and a tag that would build a Python object is an error. A file may come from a stranger, so its size, depth and
+written. A tag that would build a Python object is an error. A file may come from a stranger, so its size, depth and
 digits are limited. An alias is an error, because 600 bytes with aliases can stand for any amount of data.
 """
 
@@ -109,7 +109,7 @@ def read_yaml(text: str) -> Iterator[tuple[Keys, object, int]]:
 
 
 def nested(settings: Iterable[tuple[Keys, object]]) -> Group:
-    """Return settings, given as (path of keys, value), as nested groups. `settings_of` is the inverse."""
+    """Return nested groups for a sequence of (path of keys, value) pairs. `settings_of` is the inverse."""
     data: Group = {}
     for keys, value in settings:
         group = data

@@ -1,7 +1,7 @@
 """The base class of all HTTP servers in Tapereel. It runs a server, and checks requests before they reach their routes.
 
 The viewer, the embedded engine's server, the environment service and the gateway are subclasses. They import `web` from
-this module, so that if aiohttp is missing, the error names the extra that installs it.
+this module. If aiohttp is missing, the error then names the extra that installs it.
 
 A server always has a token, even on loopback, because every user of a machine can connect to its loopback addresses. A
 request reaches its route only with the right Host, Origin and token (`request_checks.py`). Its body must be within
@@ -32,7 +32,7 @@ except ModuleNotFoundError as _error:
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""The loopback address that reaches each wildcard listen address from the same machine."""
+"""For each wildcard address that a server may listen on, the loopback address that reaches it from the same machine."""
 BODY: web.RequestKey[Any] = web.RequestKey("body", object)
 """`request[BODY]` is the JSON object in the body of a request that may change something, or {} without a body."""
 MOST_VALUES = 500_000
@@ -57,7 +57,7 @@ class HttpService:
     no_token = f"a valid token is required. {HOW_FOUND}"
     """The answer to a request without the token."""
     token_in_file = False
-    """Whether the server writes a token that it created to a file, where clients of the same user find it
+    """Whether a token that the server creates is written to a file, where clients of the same user find it
     (`access_token.py`)."""
 
     def __init__(self, host: str, token: str | None = None) -> None:
@@ -127,7 +127,7 @@ class HttpService:
         return self.refusal(request, 415, why) if why is not None else None
 
     def is_page(self, request: web.Request) -> bool:
-        """Return whether the request opens this server's own page, to which other sites may link."""
+        """Return whether the request opens this server's own page. Other sites may link to this page."""
         return False
 
     def has_token(self, request: web.Request) -> bool:

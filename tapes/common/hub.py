@@ -16,7 +16,7 @@ from ..errors import MissingExtra, UsageError
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 _FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
-"""The files that a model's folder needs. Weights in other formats and code are not downloaded."""
+"""The files that a model's folder needs. Code is not downloaded, and neither are weights in other formats."""
 Kind = Literal["model", "dataset"]
 
 
@@ -31,7 +31,7 @@ def split_name(name: str) -> tuple[str, str | None] | None:
 
 
 def model_folder(name: str | Path) -> Path:
-    """Return the folder of a model or tokenizer: the folder `name`, or the hub's model, which is downloaded if needed.
+    """Return the folder of a model or tokenizer. `name` is this folder, or a model on the hub to download if needed.
 
     Raises NotFound with the reason in one sentence if the model doesn't exist, and MissingExtra if the hub's library
     isn't installed.

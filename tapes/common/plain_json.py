@@ -1,7 +1,8 @@
 """Reads JSON from a model or a client, so that the value can be written again as valid JSON.
 
-Python's parser accepts more than JSON (NaN, numbers too large for a float, lone surrogates), and deeply nested JSON
-exceeds the recursion limit of later code. `read_plain` rejects both with a ValueError that addresses the JSON's author.
+Python's parser accepts more than JSON: NaN, numbers too large for a float, and lone surrogates. It also accepts deeply
+nested JSON, which exceeds the recursion limit of later code. `read_plain` rejects all of these. Its ValueError is
+written for the author of the JSON.
 """
 
 from __future__ import annotations

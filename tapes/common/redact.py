@@ -3,7 +3,7 @@
 A server may echo the key it received, an exception may quote an address with a password, and a settings object may hold
 a token. This module recognises the values of environment variables and settings whose names suggest a secret, the user
 and password in an address, bearer tokens, and keys with a known prefix. It can't recognise any other secret, so it is
-only a second line of defence. The first one is that settings hold the name of an environment variable, never a key.
+only a second line of defence. The first line is that settings hold the name of an environment variable, never a key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from urllib.parse import unquote
 HIDDEN = "[secret]"
 """The text that replaces a secret."""
 SHORTEST = 8
-"""Minimum number of characters in a secret environment value. A shorter value may be part of an ordinary word."""
+"""A secret in an environment variable is recognised only if it has at least this number of characters. A shorter value
+may be part of an ordinary word."""
 
 _NAMES = re.compile(r"(?:^|[_-])(?:api_?key|key|token|secret|password|passwd|credentials?|authorization)$", re.I)
 _SHAPES = (
@@ -62,8 +63,8 @@ def holds_secret(text: str) -> bool:
 
 
 def refuse_secret(url: str, what: str) -> None:
-    """Raise ValueError if the address contains a secret, because the secret would be recorded. The message calls the
-    address `what`."""
+    """Raise ValueError if the address contains a secret, because the secret would be recorded. `what` describes the
+    address in the message."""
     if holds_secret(url):
         raise ValueError(
             f"{what} {without_secrets(url)!r} holds a user, a password or a key, which would be recorded; give the "
@@ -81,7 +82,7 @@ def environment_secrets() -> list[str]:
 
 
 def without_secrets(text: str, known: Iterable[str] = ()) -> str:
-    """Return `text` with all recognised secrets, and those in `known`, hidden. Repeating the call changes nothing."""
+    """Return `text` with its recognised secrets and the strings in `known` hidden. A second call changes nothing."""
     return _hidden(text, [*known, *environment_secrets()])
 
 
@@ -105,7 +106,7 @@ def guard_log(name: str) -> None:
 
 
 def hide(value: ValueT) -> ValueT:
-    """Return a JSON value with the secrets in its strings hidden. Any string whose key names a secret is hidden.
+    """Return a JSON value with the secrets in its strings hidden. A string under a key that names a secret is hidden.
 
     This runs for every episode, so it reads the environment only if a string looks like a key.
     """

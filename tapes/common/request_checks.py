@@ -1,8 +1,8 @@
 """Checks each HTTP request before it reaches its route: Host, Origin, Sec-Fetch-Site, token and content type.
 
-`HttpService` applies these checks to the servers in this package. `Guard` applies them to a vLLM server as ASGI
-middleware, because vLLM's own API key leaves some routes open, including those that receive weights. This file imports
-only the standard library, because `LocalServer` copies it to a folder from which vLLM imports it.
+`HttpService` applies these checks to the servers in this package. `Guard` is ASGI middleware that applies them to a
+vLLM server. vLLM's own API key leaves some routes open, including the routes that receive weights. `LocalServer` copies
+this file to a folder, and vLLM imports the copy. For this reason, the file imports only the standard library.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def is_loopback(host: str) -> bool:
 def names_server(header: str, host: str) -> bool:
     """Return whether the `Host` header names a server that listens on this host. The header's port may be forwarded.
 
-    This accepts only names that a foreign name server can't resolve to this machine: for a loopback server the loopback
-    names, and for other servers bare addresses, this machine's names, names without a dot and names in private domains.
+    This accepts only names that a foreign name server can't resolve to this machine. A loopback server accepts the
+    loopback names. Others accept bare addresses, this machine's names, names without a dot and private domains.
     """
     found = re.fullmatch(r"(\[[0-9a-f:.]+\]|[\w.-]+)(:\d{1,5})?", header.lower())
     name = found[1].strip("[]") if found else ""

@@ -21,9 +21,10 @@ from .text import logger
 log = logger("run_async")
 
 GRACE = 5.0
-"""Seconds that cancelled code has to end. Code that takes longer is left running, and its caller continues."""
+"""Cancelled code has this many seconds to end. Code that takes longer is left running, and its caller continues."""
 THREADS = 20.0
-"""Seconds that Tapereel's own `asyncio.to_thread` threads have to end, such as that of a cancelled trainer update."""
+"""Tapereel's own `asyncio.to_thread` threads have this many seconds to end, for example after a trainer's update
+was cancelled."""
 _left: set[asyncio.Task[Any]] = set()
 """Tasks that were left running. This set keeps them alive, because there may be no other reference to them."""
 ResultT = TypeVar("ResultT")
@@ -32,8 +33,8 @@ ResultT = TypeVar("ResultT")
 def run_async(main: Coroutine[object, None, ResultT]) -> ResultT:
     """Run `main` in an event loop of its own and return its result.
 
-    `asyncio.run` refuses to start inside a running event loop, such as the one in a notebook's main thread. There,
-    `main` runs in a new thread. This function blocks the caller's thread, and so its event loop, until `main` ends.
+    If the caller's thread already has a running event loop, as in a notebook, `asyncio.run` would refuse to start. In
+    this case, `main` runs in a new thread. The caller's thread and its event loop are blocked until `main` ends.
     """
     try:
         asyncio.get_running_loop()
@@ -43,7 +44,7 @@ def run_async(main: Coroutine[object, None, ResultT]) -> ResultT:
 
 
 def leave(task: asyncio.Task[ResultT]) -> None:
-    """Let a task that ignores its cancellation run on, so that the end of the event loop doesn't wait for the task."""
+    """Leave a task running if it ignores its cancellation. The event loop can then end without waiting for it."""
     # `asyncio.run` cancels every registered task at its end and waits for all of them, without a limit.
     asyncio._unregister_task(task)  # pyright: ignore[reportAttributeAccessIssue]
     task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue]
@@ -96,8 +97,8 @@ def complete(runner: asyncio.Runner, task: asyncio.Task[ResultT]) -> ResultT:
             runner.run(_join(task))
             return task.result()
         except (SystemExit, RuntimeError) as error:
-            # The loop ends if any task raises SystemExit, even a helper task of an agent or environment, and it ends
-            # with a RuntimeError after `loop.stop()`. Code that awaits the helper gets its SystemExit as well.
+            # The loop ends if any task raises SystemExit, even a helper task of an agent or environment. After
+            # `loop.stop()`, it ends with a RuntimeError. Code that awaits the helper gets its SystemExit as well.
             if task.done() and not task.cancelled() and task.exception() is error:
                 raise
             log.warning("code of an agent or environment ended the event loop (%r); it continues", error)

@@ -18,7 +18,7 @@ from typing import Any, Never, TypeVar, cast
 
 ResultT = TypeVar("ResultT")
 FORKED = 70
-"""Exit code of a forked child that returns from guest code."""
+"""If a guest forks a child and the child returns from the guest's code, the child ends with this exit code."""
 guest: ContextVar[bool] = ContextVar("guest", default=False)
 """Whether the running code, and the tasks that it creates, belong to an agent or an environment."""
 _executor: ContextVar[Executor | None] = ContextVar("executor", default=None)
@@ -26,8 +26,8 @@ _DEPTH = sys.getrecursionlimit()
 
 
 def settle(process: int) -> None:
-    """Clean up when a guest returns or waits. If the current process isn't `process`, it is a child that the guest
-    forked and that shares the run's files and sockets, so it is ended. A lowered recursion limit is restored."""
+    """Clean up when a guest returns or waits. A lowered recursion limit is restored. If the current process isn't
+    `process`, a guest has forked it. It is then ended, because it shares the run's files and sockets."""
     if os.getpid() != process:
         os._exit(FORKED)
     if sys.getrecursionlimit() < _DEPTH:
@@ -35,7 +35,7 @@ def settle(process: int) -> None:
 
 
 class SharedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose tasks are in `tasks` and not in `asyncio.all_tasks()`."""
+    """An event loop that keeps its tasks in `tasks` and hides them from `asyncio.all_tasks()`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,8 +79,8 @@ class SharedLoop(asyncio.SelectorEventLoop):
         return super().run_in_executor(executor, _settled, self._process, func, *args)
 
     def call_exception_handler(self, context: dict[str, object]) -> None:
-        """Handle the error as in every event loop, except that closing a generator in which a task is still running is
-        not an error."""
+        """Handle the error as every event loop does. Closing a generator that a task is still running doesn't count as
+        an error."""
         if not getattr(context.get("asyncgen"), "ag_running", False):
             super().call_exception_handler(context)
 

@@ -1,8 +1,8 @@
 """Limits rewards, and computes and formats sums, means and variances for display.
 
-Sums and means never raise an error, although metrics, and rewards from earlier versions, may be as large as the largest
-float. A result beyond the range of floats is infinite. A result is NaN if there are too few values, a NaN value, or
-infinities of both signs.
+Sums and means never raise an error, even if metrics or rewards from earlier versions are as large as the largest float.
+A result beyond the range of floats is infinite. A result is NaN if there are too few values, or if the values include
+NaN or infinities of both signs.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from .arguments import shown
 
 REWARD_LIMIT = 1e15
 """Largest absolute value of a reward, before and after its weight is applied. Up to this value, a float holds every
-whole number exactly, and the square of a reward, which training computes, is finite in float32. A larger value is a
+whole number exactly. Training computes squares of rewards, and these squares are finite in float32. A larger value is a
 mistake in the environment."""
 DOWN = 2.0**-64
-"""Scales floats so that any number of the largest floats can be added up. A power of two doesn't change the sum."""
+"""Floats are scaled by this factor before they are added up, so that even a sum of the largest floats is finite. A
+power of two causes no rounding."""
 
 
 def check_reward(name: str, value: object, weight: float = 1.0) -> None:
-    """Check that `value` can be a component of a reward or, with weight 0, a metric.
+    """Check that `value` can be a component of a reward, or a metric if its weight is 0.
 
-    Raises BadArgument if `value` isn't a finite number or, unless the weight is 0, lies beyond REWARD_LIMIT.
+    Raises BadArgument if `value` isn't a finite number, or if it is a reward beyond REWARD_LIMIT.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadArgument(f"{name} must be a float, not {shown(value)}: write float(...) around it")
@@ -69,8 +70,8 @@ def variance(values: Sequence[float]) -> float:
 
 
 def fixed(value: float | None, spec: str = ".3f") -> str:
-    """Return `value` in a format such as `.3f` or `+.3f`, or in a form such as `1e+200` if it is 1e12 or larger. Return
-    `-` for None."""
+    """Return `value` in a format such as `.3f` or `+.3f`. Values from 1e12 on have a form such as `1e+200`, and None
+    becomes `-`."""
     if value is None:
         return "-"
     return format(value, spec if abs(value) < 1e12 else "+.4g" if spec[0] == "+" else ".4g")

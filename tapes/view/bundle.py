@@ -1,9 +1,9 @@
 """Writes the viewer as one file that needs no server, for a run's `report.html` and for `tapereel view --out`.
 
-The page is plain HTML, JavaScript and CSS without a build step, and loads nothing from another host. The page opens at
-the overview, and holds the tapes that the overview proposes to read or the tapes that were chosen. Its content policy
-allows only its own script and style, each identified by its hash. Everything that comes from a model, a task or a file
-name is JSON in a block that no browser runs, and the scripts show it as text nodes.
+The page is plain HTML, JavaScript and CSS without a build step, and loads nothing from another host. It opens at the
+overview. It holds the tapes that were chosen or, by default, the tapes that the overview proposes to read. Its content
+policy allows only its own script and style, each identified by a hash. Text from models, tasks and file names is JSON
+in a block that browsers don't run, and the scripts show this text as text nodes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .overview import Overview, overview_of
 from .run_view import PAGE, RunView
 
 NEWEST = 20
-"""Number of newest tapes in a file if no tapes are chosen and the overview proposes none."""
+"""If no tapes are chosen and the overview proposes none, a file holds this number of the newest tapes."""
 SCRIPTS = (
     "dom.js",
     "source.js",
@@ -58,8 +58,8 @@ POLICY = (
 """Content-Security-Policy of the server."""
 
 IMAGES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".gif": "image/gif", ".webp": "image/webp"}
-"""File suffixes of media that are shown as images. All other files are offered as downloads, because some, such as
-SVGs, can contain scripts."""
+"""File suffixes of media that are shown as images. All other files are offered as downloads, because some of them can
+contain scripts, for example SVGs."""
 
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
@@ -91,8 +91,8 @@ def write_report(
 def write_view(
     view: RunView, out: Path, *, tapes: Sequence[str] = (), progress: Progress = silent
 ) -> dict[str, object]:
-    """Write the page to the new file `out`. It holds `tapes` if any are given, otherwise the tapes that the overview
-    proposes to read, or the newest ones if it proposes none."""
+    """Write the page to the new file `out`. The page holds `tapes`. By default, it holds the tapes that the overview
+    proposes to read, or the newest tapes if the overview proposes none."""
     if out.exists():
         raise UsageError(f"{out} exists already: name another file, or remove it first")
     if out.suffix != ".html":
@@ -166,7 +166,8 @@ def _digest(text: str) -> str:
 
 
 class _Decoder:
-    """Decodes tokens but explains nothing, because reports are written each minute and explaining reads the ledger."""
+    """Decodes tokens but explains nothing. Reports are written every minute, and an explanation has to read the
+    ledger."""
 
     def __init__(self, store: Store, decode: Callable[[int], str] | None) -> None:
         self.decode = decode

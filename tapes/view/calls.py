@@ -1,6 +1,6 @@
-"""One model call for the inspector: its exact request, its difference from the previous one, its tokens and their uses.
+"""One model call for the inspector: the exact request, its changes since the previous request, the tokens, their uses.
 
-A call stores only its additions to its base call. `request` reads base calls only as far back as the window needs, so a
+A call stores only what it adds to its base call. `request` reads base calls only as far back as the window needs, so a
 long conversation costs no more than the part shown. The uses of tokens come from the ledger and cover only living
 lineages. Advantages are not in the ledger, so `finetune/inspect/explainer.py` computes them.
 """
@@ -20,11 +20,11 @@ from ..store.store import Store
 from .items import call_item
 
 WINDOW = 40
-"""Number of messages, counted from the end of the request, in the first answer."""
+"""The first answer holds this number of messages from the end of the request."""
 MESSAGE = 40_000
 """Maximum number of characters of one message in an answer."""
 PROMPT_TOKENS = 2_000
-"""Maximum number of new prompt tokens in an answer, counted from the end."""
+"""Maximum number of new prompt tokens in an answer. The last tokens of the prompt are kept."""
 
 Find = Callable[[str], Call]
 
@@ -83,8 +83,8 @@ class Uses:
                 self._uses.append(use)
 
     def of(self, tape: str) -> list[TokenUse]:
-        """Return the tape's token ranges, update by update. Within an update, the strongest fate comes last, so that
-        `trained` replaces `stale` where later ranges overwrite earlier ones."""
+        """Return the tape's token ranges, update by update. Ranges may overlap, and later ranges then overwrite
+        earlier ones. Within an update, the strongest fate comes last, so that `trained` replaces `stale`."""
         found: list[TokenUse] = []
         for k in self._of_tape.get(tape, ()):
             use = self._uses[k]
@@ -146,9 +146,9 @@ def call_detail(
 def request(call: Call, find: Find, low: int = 0) -> list[Message]:
     """Return the messages of a request, starting with number `low`.
 
-    This walks from the call to its bases, newest first. Each call contributes its own messages, which follow the
-    `keep_messages` messages that it keeps from its base. If the base's request has fewer messages, they include the
-    base's reply. `high` is the number of messages that the calls after this one keep, so that no message comes twice.
+    This walks from the call to its bases, newest first. Each call keeps the first `keep_messages` messages of its base
+    and adds its own messages. If the base's request has fewer messages than the call keeps, the base's reply is one of
+    them. `high` is the number of messages that later calls keep from the current call, so that no message comes twice.
     """
     pieces: list[list[Message]] = []
     high = call.keep_messages + len(call.messages)
@@ -197,7 +197,7 @@ def _pretty(value: Any) -> str | None:
 
 
 def _tools(call: Call, find: Find) -> dict[str, object] | None:
-    """Return the offered functions. Only the first call that offers them holds schemas, and later calls a hash."""
+    """Return the offered functions. The first call that offers them holds their schemas. Later calls hold a hash."""
     if call.tools is None:
         return None
     one = call

@@ -15,7 +15,7 @@ from ..store.run_directory import Results, read_metrics
 from ..value import Value
 
 MEAN_OF = 5
-"""Number of updates that the thick line of a reward curve averages over."""
+"""The thick line of a reward curve shows the mean over this number of updates."""
 
 
 class Curve(Value):
@@ -34,7 +34,7 @@ class Curve(Value):
 
 
 class Level(Value):
-    """A horizontal line at one number that curves are compared with."""
+    """A horizontal line in a figure, for comparison with the curves."""
 
     name: str
     value: float
@@ -50,7 +50,7 @@ class Plot(Value):
     ylabel: str = "reward"
     caption: str = ""
     small: bool = False
-    """Whether the figure is drawn next to other figures and not over the whole width of the page."""
+    """Whether the figure is drawn next to other figures instead of filling the width of the page."""
 
 
 def reward_curve(name: str, metrics: Path) -> Curve:
@@ -63,7 +63,7 @@ _AGENT = "reward/agent/"
 
 
 def agent_curves(metrics: Path) -> list[Curve]:
-    """Return the mean reward curve of each agent whose reward is in the metrics."""
+    """Return a curve of the mean reward for each agent that has rewards in the metrics."""
     lines = _loop(read_metrics(metrics))
     keys = dict.fromkeys(key for line in lines for key in line if key.startswith(_AGENT))
     return [_curve(key.removeprefix(_AGENT), key, lines, MEAN_OF) for key in keys]
@@ -98,8 +98,8 @@ def held_out_curve(results: Results) -> list[Curve]:
 
 
 def loss_plots(metrics: Path) -> list[Plot]:
-    """Return plots of the imitation loss and of what the loop's updates measured, for the policy and each player. A
-    quantity that no update measured has no plot."""
+    """Return plots of the imitation loss and of quantities that the loop's updates measured, for the policy and each
+    player. Only quantities that were measured have a plot."""
     lines = read_metrics(metrics)
     warm = [line for line in lines if str(line.get("phase", "")).startswith("sft")]
     loop = _loop(lines)
@@ -164,7 +164,7 @@ def _curves(named: Mapping[str, str], lines: Sequence[Mapping[str, Any]]) -> lis
 
 
 def _curve(name: str, key: str, lines: Sequence[Mapping[str, Any]], mean_of: int = 1) -> Curve:
-    """Return the curve of one key in the metrics over these lines, which are counted from 1."""
+    """Return the curve of one key in the metrics. Its x-axis is the number of the line, counted from 1."""
     x = tuple(float(k + 1) for k in range(len(lines)))
     return Curve(name=name, x=x, y=tuple(_number(line.get(key)) for line in lines), mean_of=mean_of)
 

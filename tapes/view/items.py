@@ -45,7 +45,8 @@ def item(
 
 
 def text_of(body: bytes) -> str:
-    """Return a record's whole text, of which the item shows the beginning, or an empty string if it has no text."""
+    """Return the whole text of a record, or an empty string if the record has no text. The item shows only its
+    beginning."""
     try:
         read = parse_record(body)
     except ValueError:
@@ -62,8 +63,8 @@ def text_of(body: bytes) -> str:
 
 
 def _times(files: tuple[str, ...], content: JsonValue) -> dict[str, object]:
-    """Return a dict in which `times` lists the time in seconds of each of a record's files, or None for a file that
-    isn't a frame. The dict is empty if there is no video."""
+    """Return a dict with `times`, a list with one entry for each file of a record: the frame's time in seconds, or None
+    if the file isn't a frame. The dict is empty if the record has no video."""
     times: list[float | None] = [None] * len(files)
     at = 0
     for video in videos_in(content) if files else ():
@@ -184,8 +185,8 @@ _SHAPES: dict[type, Any] = {
 def columns(
     summaries: Sequence[Summary], versions: dict[str, list[str]], checks: Callable[[str], str]
 ) -> dict[str, object]:
-    """Return the table's columns for these tapes. `versions` maps each tape to the policy versions that sampled it.
-    `checks` returns a tape's verdicts."""
+    """Return the table's columns for these tapes. `versions` lists the policy versions that sampled each tape. `checks`
+    returns a tape's verdicts."""
     return {
         "n": len(summaries),
         "id": [s.id for s in summaries],
@@ -210,7 +211,7 @@ def columns(
 
 
 def coded(values: Iterable[str]) -> dict[str, object]:
-    """Return the distinct strings as `words`, and the index of each row's string in `words` as `at`."""
+    """Return a dict with the distinct strings as `words`. Its `at` holds the index in `words` for each row."""
     words: dict[str, int] = {}
     at = [words.setdefault(value, len(words)) for value in values]
     return {"words": list(words), "at": at}

@@ -1,8 +1,8 @@
-"""Finds which tapes of a run have changed since a revision (its live tail), and how intact the run's bytes are.
+"""Finds the tapes of a run that changed since a revision (the live tail), and reports on the integrity of its bytes.
 
-A revision belongs to one `Live` object. For a revision from another object, or one that is more than `REMEMBERED`
-revisions old, the answer is None, and the page must reload. The integrity banner shows `quick`, which uses only the
-index, or `whole`, the report of a `verify` that reads every byte. Both list what they did not check.
+A revision belongs to one `Live` object. If a revision comes from another object, or is more than `REMEMBERED` revisions
+old, the answer is None and the page must reload. The integrity banner shows the result of `quick` or `whole`. `quick`
+uses only the index. `whole` returns the report of a `verify`, which reads every byte. Both list what was not checked.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Overview(Value):
     """The errors that ended episodes, most frequent first."""
     tapes: tuple[TapeToRead, ...] = ()
     checks: dict[str, str] = Field(default={})
-    """The property that each command line checks."""
+    """For each command line, the property that it checks."""
     next: tuple[str, ...] = ()
     """Command lines to try on this run."""
     config: str = ""
@@ -103,8 +103,8 @@ def overview_of(
 ) -> Overview:
     """Return the overview of the run that this store belongs to.
 
-    Arguments that aren't given are read from the run directory. A run in progress passes its current results, which may
-    be newer than the file, and its seconds so far.
+    Arguments that aren't given are read from the run directory. A run in progress passes its seconds so far and its
+    current results, which may be newer than the file.
     """
     path = store.path
     metrics = path / METRICS
@@ -149,8 +149,8 @@ def overview_of(
 
 
 def _books(store: Store) -> tuple[Books | None, tuple[str, ...]]:
-    """Return the accounting of the run's tokens, and sentences about its errors. The accounting is None if it can't be
-    made, because an unreadable record must not hide the other parts."""
+    """Return the accounting of the run's tokens, and sentences about its errors. If a record is unreadable,
+    the accounting is None, so that the page can still show its other parts."""
     try:
         books = store.books()
     except TapereelError as error:
@@ -194,7 +194,8 @@ def _facts(
 
 
 _PARTS = {"restore": "restore", "sft": "imitation", "rl": "the loop"}
-"""Maps keys in `Results.seconds` to the names of parts that follow each other. Other keys lie inside these parts."""
+"""Names of the parts of a run, which follow each other, by key in `Results.seconds`. The time of any other key lies
+within one of these parts."""
 
 
 def parts_of_time(
@@ -284,7 +285,7 @@ def command(verb: str, *arguments: str) -> str:
 
 
 def checks(run: str | Path, *, trained: bool = True) -> dict[str, str]:
-    """Return command lines that check a run, whether it trains or not."""
+    """Return command lines that check a run, and what each checks. Without `trained`, no training is checked."""
     run = str(run)
     found = {
         command("verify", run): "every line of the record is as it was written",

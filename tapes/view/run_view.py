@@ -37,15 +37,16 @@ PIECE = 100_000
 KEPT_RECORDS, KEPT_MAPS = 1_500_000, 64
 """Maximum numbers of records and of maps that stay in memory. The least recently used map is dropped first."""
 SEARCHED = 1_000_000
-"""Maximum number of characters of one text that a search reads."""
+"""A search reads at most this number of characters of a text."""
 SEARCHED_AT_ONCE = 4_000_000
-"""An answer to a search ends after the tape with which its strings exceed this number of characters."""
+"""Once the strings in an answer to a search exceed this number of characters, no more tapes are added to the answer."""
 
 
 DIGESTED = 20_000
-"""Maximum number of records in a tape that is read to compare its digest with the digest that a check recorded."""
+"""A tape's digest is compared with the digests in its checks only if the tape has at most this number of records."""
 CHECKS, DIFF = 20, 40
-"""Maximum number of checks, and of lines in each difference, in an answer. The newest checks are kept."""
+"""Maximum number of checks in an answer, and maximum number of lines in the difference that a check found. The newest
+checks are kept."""
 
 
 class RunFacts(TypedDict):
@@ -59,7 +60,7 @@ class RunFacts(TypedDict):
     page: int
     piece: int
     rev: str | None
-    """The revision from which `changes` continues, or None if nothing changes."""
+    """The revision to pass to `changes`, or None if the page's data never changes."""
     integrity: Integrity
     made: NotRequired[float]
     """When the file with the page was written, in seconds since 1970. A server doesn't set it."""
@@ -84,8 +85,8 @@ class Insight(Protocol):
         ...
 
     def explain(self, tape: str) -> dict[str, object]:
-        """Return `verdict`, `notes`, `rows`, `advantages` and `ratios`. The last two map each call to a list with a
-        number or None for each completion token. `ratios` is missing if no weights were named."""
+        """Return `verdict`, `notes`, `rows`, `advantages` and `ratios`. For each call, `advantages` and `ratios` hold a
+        list with a number or None per completion token. `ratios` is missing if no weights were named."""
         ...
 
     def forget(self) -> None:
@@ -97,8 +98,8 @@ class RunView:
     """One run, open for reading. Use it as a context manager, and only once."""
 
     def __init__(self, run: str | Path, *, insight: Callable[[Store], Insight] | None = None) -> None:
-        """`insight` creates the provider of training facts when a question first needs it. Raises UsageError if `run`
-        holds no run."""
+        """`insight` creates the provider of facts about training. It is called when a question first needs these facts.
+        Raises UsageError if `run` holds no run."""
         self.store = Store.open(run)
         self._make_insight, self._insight = insight, None
         self._maps: OrderedDict[str, TapeMap] = OrderedDict()
@@ -175,8 +176,8 @@ class RunView:
         return self._uses
 
     def curve(self) -> dict[str, list[dict[str, object]]]:
-        """Return a point for each update with the mean recorded reward of its tapes. A run without updates has no
-        points. If there are several lineages, the phase of a point also names its lineage."""
+        """Return a point for each update. Its value is the mean recorded reward of the update's tapes. A run without
+        updates has no points. If a run has several lineages, the phase of a point also names the lineage."""
         rewards = self.store.index.rewards()
         several = len({update.lineage for update in self.uses.updates}) > 1
         points = []
@@ -263,8 +264,8 @@ class RunView:
         }
 
     def _checks(self, tape_map: TapeMap) -> list[dict[str, object]]:
-        """Return the verdicts of checks on the tape, newest first. `fits` is true if the tape still has the digest
-        that was checked. It is None if that is not known."""
+        """Return the verdicts of checks on the tape, newest first. `fits` is True if the tape still has the digest that
+        was checked, and None if the tape's digest isn't known."""
         kept = self.checks.of(tape_map.tape)
         digest = self._digest(tape_map) if kept else None
         return [
@@ -335,7 +336,7 @@ class RunView:
         return {"from": low, "turns": shown}
 
     def find(self, tape: str, *, step: int | None = None, call: str | None = None) -> dict[str, object]:
-        """Return the item of a step or call. Links name steps and calls, because indexing a run moves items."""
+        """Return the item of a step or call. Links don't name items, because indexing a run changes their numbers."""
         tape_map = self.map(tape)
         if step is not None and 0 <= step < len(tape_map.step_items):
             return {"item": tape_map.step_items[step]}
@@ -354,9 +355,9 @@ class RunView:
         )
 
     def explain(self, tape: str) -> dict[str, object]:
-        """Return what only the training code knows about the tape, or `missing` with the reason. `decodes` is true if
-        answers from `call` have the text of their tokens from now on. This method may run in another thread, but only
-        one call at a time."""
+        """Return what only the training code knows about the tape, or `missing` with the reason. If `decodes` is True,
+        later answers from `call` contain the text of their tokens. This method may run in another thread, but two calls
+        must not run at the same time."""
         if self._make_insight is None:
             return {"missing": "this page has no access to the training code"}
         if tape not in self.store.index.ids(tape):

@@ -26,7 +26,7 @@ class TapeMap:
         self.tape = tape
         self._store = store
         self.places: list[Place] = []
-        """Places of all records: the inherited prefix, then the tape itself, with the layers after its end."""
+        """Places of all records, in this order: the inherited prefix, the tape itself, the layers after its end."""
         self.items = array("I")
         """The record of each item."""
         self.steps = array("i")
@@ -35,7 +35,7 @@ class TapeMap:
         """The first item of each turn."""
         self.turn_of_item = array("I")
         self.actions = array("i")
-        """For each turn, the record of its action, or -1 until the action is recorded."""
+        """For each turn, the record of its action, or -1 if the action hasn't been recorded yet."""
         self.calls: dict[str, int] = {}
         """The record of each call, by its id."""
         self.step_items = array("I")
@@ -56,7 +56,7 @@ class TapeMap:
         self.extend()
 
     def _prefix(self) -> None:
-        """Add the records that the tape was forked from, oldest ancestor first."""
+        """Add the records that the tape inherited from its ancestors, oldest ancestor first."""
         line: list[list[Place]] = []
         tape, seen = self.tape, {self.tape}
         while (above := self._parent(tape)) is not None:

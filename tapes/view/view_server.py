@@ -1,11 +1,11 @@
 """The viewer's server: one run, read-only, over HTTP on this machine.
 
-Every request needs the token, as a bearer token or as the cookie that the printed link sets. The link redirects to a
-page whose address contains no token, so that no token stays in the browser's history. The set of static files is fixed,
-so no file path comes from a request. The page's content policy allows only this server's files.
+Every request needs the token as a bearer token, or the cookie that the printed link sets. The link redirects to an
+address without the token, so that the token doesn't stay in the browser's history. The set of static files is fixed, so
+no file path comes from a request. The page's content policy allows only this server's files.
 
-A browser sends a cookie to all ports of a host. So the page is below a path that only its own browser knows, and the
-cookie is sent only for this path. Another user's server on another port of this machine doesn't receive it.
+A browser sends a cookie to all ports of a host, so another user's server on this machine could receive it. To prevent
+this, the page is below a path that only its own browser knows, and the cookie is sent only for this path.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .live import Integrity
 COOKIE = "tapereel-token"
 _HEADERS = {"Content-Security-Policy": POLICY, "Cross-Origin-Opener-Policy": "same-origin"}
 _Ask = Callable[[Mapping[str, str], Mapping[str, str]], Any]
-"""A function from (parts of the path, query) to the answer."""
+"""A function that takes the parts of the path and the query, and returns the answer."""
 
 
 class Server(HttpService):
@@ -66,8 +66,8 @@ class Server(HttpService):
 
     @contextmanager
     def opening_file(self) -> Iterator[Path]:
-        """Create a file that redirects the browser to the link. If the link were in the command line that opens the
-        browser, every user of the machine could read the link. The file is removed after the block."""
+        """Create a file that redirects the browser to the link, and remove it after the block. The link itself must not
+        be in the command line that opens the browser, because every user of the machine can read command lines."""
         page = f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(self.url)}">'
         path = private_file(f"{token_path(self.address)}.html", page)
         try:
@@ -112,8 +112,8 @@ class Server(HttpService):
         yield web.get(self.home + path[1:], handler)
 
     def admit(self, request: web.Request) -> web.StreamResponse | None:
-        """Check the request as the base class does. The answer to the link with the token sets the cookie, which all
-        later requests carry, and redirects to the page."""
+        """Check the request as the base class does. If the request is the link with the token, the answer sets the
+        cookie and redirects to the page. All later requests carry the cookie."""
         refused = super().admit(request)
         if refused is None and request.path == "/" and "token" in request.query:
             refused = web.Response(status=303, headers={"Location": self.home})
@@ -130,7 +130,7 @@ class Server(HttpService):
         return request.path in ("/", self.home) and how == ("navigate", "document")
 
     def has_token(self, request: web.Request) -> bool:
-        """Return whether the request carries the page's cookie or the token, which the link has in its query."""
+        """Return whether the request carries the token or the page's cookie. The link has the token in its query."""
         linked = request.query.get("token") if request.path == "/" else None
         if linked is not None:
             return same_token(linked, self.token)
