@@ -1,7 +1,7 @@
 """Environments, tasks and rewards: an agent acts in an environment, and rewards score its episodes.
 
-This package imports `tapes` only. `agents` and `finetune` import it. Importing it loads no optional package, because
-each module imports its optional package when it is used.
+This package imports only `tapes`. `agents` and `finetune` import this package. Importing it loads no optional packages:
+each module imports them at their first use.
 """
 
 if __name__ == "envs":

@@ -1,7 +1,7 @@
 """Runs blocking code in threads, so that the event loop stays free.
 
-`in_thread` runs one call, and `EnvironmentThread` runs all calls of an environment. Each starts its own daemon thread,
-because a call that never returns would occupy a thread from a pool and delay the end of the process.
+`in_thread` runs one call, and `EnvironmentThread` runs all calls of an environment. Both start their own daemon
+threads. In a thread pool, a call that never returns would occupy a thread and delay the end of the process.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class Rate:
 
 
 def pass_rates(tapes: Iterable[Tape], *, success: float = 1.0) -> dict[str, Rate]:
-    """Map the hash of each task to how often the task was solved, that is, earned a reward of at least `success`. Only
-    scored attempts that may be used for training count."""
+    """Return how often each task was solved, by the task's hash. A solved attempt has a reward of at least `success`.
+    Only scored attempts that may be used for training count."""
     counts: dict[str, list[int]] = {}
     for tape in tapes:
         if tape.trains and tape.reward is not None:
@@ -59,8 +59,8 @@ def pass_rates(tapes: Iterable[Tape], *, success: float = 1.0) -> dict[str, Rate
 
 
 def pools(tasks: Taskset, rates: Mapping[str, Rate], *, easy: float = EASY, hard: float = HARD) -> dict[str, Taskset]:
-    """Divide the tasks into pools, which keep the order of the taskset and may be empty. A task whose pass rate is
-    exactly `easy` or `hard` is in the pool `normal`."""
+    """Divide the tasks into pools. Each pool keeps the order of the taskset and may be empty. A task with a pass rate
+    of exactly `easy` or `hard` is in the pool `normal`."""
     if not 0 <= hard <= easy <= 1:
         raise BadTasks(f"invalid pass rates: hard={hard:g}, easy={easy:g}; they need 0 <= hard <= easy <= 1")
     members: dict[str, list[Task]] = {name: [] for name in POOLS}
@@ -76,9 +76,9 @@ def pools(tasks: Taskset, rates: Mapping[str, Rate], *, easy: float = EASY, hard
 class Curriculum:
     """Draws tasks from pools: `Loop(..., tasks=Curriculum(parts, {"easy": 1, "normal": 2, "hard": 1}))`.
 
-    `parts` comes from `pools`. Each draw chooses a pool by its weight, then takes the next task in that pool. The order
-    within a pool is shuffled anew in each epoch. Empty pools are ignored, whatever their weight. `weights` is one
-    mapping for all draws, or `Stages` if the weights change during the run.
+    `parts` comes from `pools`. Each draw chooses a pool by its weight, then takes the next task in that pool. A pool is
+    shuffled again in each epoch. Empty pools are ignored, whatever their weight. `weights` is one mapping for all
+    draws, or `Stages` if the weights change during the run.
     """
 
     def __init__(self, parts: Mapping[str, Taskset], weights: Weights | Stages, *, seed: int = 0) -> None:

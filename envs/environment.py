@@ -27,8 +27,8 @@ ActionT = TypeVar("ActionT", bound=Action, contravariant=True, default=Answer)
 TaskT = TypeVar("TaskT", contravariant=True, default=Any)
 Effect = Literal["pure", "idempotent", "irreversible"]
 Normalisers = Mapping[str, str | None]
-"""Maps the name of a field to a regular expression that matches its varying part, or to None if the whole field varies.
-A name has the form `kind.field`, with `[]` for list items, or `reward.name`."""
+"""For each field, a regular expression for its varying part, or None if the whole field varies. The name of a field has
+the form `kind.field`, with `[]` for list items, or `reward.name`."""
 
 _FACTORY = "pass an Environment class, or a function without arguments that makes an instance"
 
@@ -48,8 +48,8 @@ class RestoreMismatch(TapereelError, ValueError):
 def as_observation(value: object, source: str = "the value that reset returns") -> Observation:
     """Return `value` as it is recorded: a `str` becomes `Text`, and an Observation stays unchanged.
 
-    Raises EnvironmentFault for any other type. Every caller of `reset` uses this function, so that rollout,
-    re-execution, `check_env` and remote hosts record and compare the same step.
+    Raises EnvironmentFault for any other type. The rollout, re-execution, `check_env` and remote hosts all use this
+    function after `reset`, so they record and compare the same step.
     """
     if isinstance(value, str):
         return Text(text=value)
@@ -59,7 +59,7 @@ def as_observation(value: object, source: str = "the value that reset returns") 
 
 
 def as_outcome(value: object, method: str = "step") -> Outcome:
-    """Check that `value`, the result of `method`, is an Outcome, and return it. Raises EnvironmentFault otherwise."""
+    """Return `value`, which `method` returned. Raises EnvironmentFault if it isn't an Outcome."""
     if isinstance(value, Outcome):
         value.components()  # raises if a reward became invalid after the constructor checked it
         return value
@@ -108,8 +108,8 @@ class Outcome:
     observation: Observation | None = None
     """The agent's next observation. It may be None at the end of the episode. A `str` is stored as `Text`."""
     reward: float | dict[str, float] | None = None
-    """A number, which becomes the component `reward`, or a dict of named components. None means that this action was
-    not scored, which is not the same as a reward of zero."""
+    """A dict of named components, or a number for the single component `reward`. None means that this action was not
+    scored, which differs from a reward of zero."""
     terminated: bool = False
     truncated: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
@@ -154,7 +154,7 @@ class Outcome:
 
 
 def bare_tape(tape: str, task: Task, env: str, env_seed: int, steps: Iterable[Step]) -> Tape:
-    """Return a tape for `restore` that holds `steps` from an environment called `env`, but no calls, rewards or end."""
+    """Return a tape for `restore`: the `steps` from an environment called `env`, without calls, rewards or an end."""
     identity = Identity(name=env)
     agent = Identity(name="agent")
     begin = Begin(
@@ -174,29 +174,28 @@ class TapeScorer(Protocol):
 
     async def score(self, tape: Tape, /, *, layer: str | None = None) -> list[Reward]:
         """Return the reward records for `tape`. If `layer` is None, the records become part of the tape. Otherwise they
-        belong to a later scoring, whose name is `layer`."""
+        belong to the later scoring called `layer`."""
         ...
 
 
 class Environment(Generic[ActionT, TaskT]):
     """Base class of environments. Define `reset` and `step` in a subclass: `class GuessNumber(Environment[Guess]): ...`
 
-    If a subclass names no action type, as in `class GuessWord(Environment): ...`, `step` receives an `Answer`, an
-    action with a single field `text`. The optional second type argument, as in `Environment[Guess, int]`, is the type
-    of a task and is only used by type checkers. An observation may be a plain `str`, which is recorded as `Text`.
+    Without an action type, as in `class GuessWord(Environment): ...`, `step` receives an `Answer`. This action has one
+    field, `text`. A second type argument, as in `Environment[Guess, int]`, is the type of a task. Only type checkers
+    use it. An observation may be a plain `str`, which is recorded as `Text`.
     """
 
     effect: Effect = "pure"
-    """What repeating an action does to the outside world: nothing (`pure`), nothing more than the first time
-    (`idempotent`), or harm (`irreversible`). Unless the effect is `pure`, the intent to act is durable on disk before
-    `step` is called."""
+    """What a repeated action does to the outside world. `pure`: nothing. `idempotent`: nothing beyond the first time.
+    `irreversible`: harm. In the last two cases, the intent to act is durable on disk before `step` is called."""
     blocking: ClassVar[bool] = False
     """True if the methods below block the event loop although they are `async`, for example because they call a C
     library or a synchronous simulator. The rollout then runs each call in a separate thread."""
 
     pixels: bool = False
-    """True if the observations are known to contain pictures. A run whose engine can't process pictures is then refused
-    at its start. Otherwise the run is refused only at the first picture."""
+    """True if the observations are known to contain pictures. If the engine can't process pictures, the run is refused
+    at its start. With False, the run is refused at the first picture."""
 
     varies: Mapping[str, str | None] = {}
     """Non-deterministic fields to ignore during re-execution, such as `{"reading.text": "[0-9]+ ms"}`. A key is a field
@@ -204,8 +203,9 @@ class Environment(Generic[ActionT, TaskT]):
     to ignore the whole field."""
 
     kinds: ClassVar[tuple[type[Action] | type[Observation], ...]] = ()
-    """Kinds of actions and observations beyond those in `Environment[...]` and in the return type of `reset`. An
-    environment that is served to other processes must list them, because messages hold only declared kinds."""
+    """Further kinds of actions and observations, besides the types in `Environment[...]` and the return type of
+    `reset`. An environment that is served to other processes must list them, because messages hold only declared
+    kinds."""
 
     rewards: TapeScorer | None = None
     """Sources that score the whole tape after the episode has ended and `finish` has returned. Their rewards are
@@ -213,11 +213,11 @@ class Environment(Generic[ActionT, TaskT]):
     """
 
     rng: random.Random
-    """The episode's generator. The rollout seeds it before `reset`, with a seed that all episodes in a group share."""
+    """The episode's random generator. The rollout seeds it before `reset`, with the same seed for a whole group."""
 
     async def acquire(self) -> None:
-        """Wait for the resources, such as a free process, that the episode needs before it can begin. The wait is
-        limited by `Limits.system_seconds`, not by `Limits.environment_seconds`."""
+        """Wait until the episode can begin, for example until a process is free. The time limit for this wait is
+        `Limits.system_seconds`, not `Limits.environment_seconds`."""
 
     async def reset(self, task: TaskT) -> Observation | str:
         """Begin the episode. `task` is a `Task`, or the bare value if the taskset was made from bare values. A row from
@@ -238,10 +238,9 @@ class Environment(Generic[ActionT, TaskT]):
     async def restore(self, task: TaskT, tape: Tape) -> None:
         """Bring a fresh instance to the state after the last step of `tape`.
 
-        The default implementation resets, applies the recorded actions again and compares each observation. If that is
-        slow, override it to load a snapshot. Raises `RestoreMismatch` if an observation differs from the recorded one
-        outside the parts that `varies` lists, because the episode would otherwise continue from a state that isn't on
-        the tape.
+        The default implementation resets, applies the recorded actions again and compares each observation with the
+        recorded one. If this is slow, override it to load a snapshot. Raises `RestoreMismatch` if an observation
+        differs in a part that `varies` doesn't list. The state is then not the one on the tape.
         """
         seen = [as_observation(await self.reset(task))]
         for action in tape.actions:
@@ -260,7 +259,7 @@ class Environment(Generic[ActionT, TaskT]):
             )
 
     def _fixed_part(self, seen: Observation) -> tuple[str, Any]:
-        """Return the kind of the observation and its fields, with the parts that `varies` lists replaced."""
+        """Return the observation's kind and fields. The parts in `varies` are replaced."""
         return seen.kind, without(seen.model_dump(mode="json"), seen.kind, self.varies)
 
     async def close(self) -> None:

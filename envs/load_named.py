@@ -22,9 +22,9 @@ from ..tapes.errors import USE_ITS_VERSION, TapereelError, UsageError, error_mes
 def load_named(name: str, *, execute: bool = True) -> object:
     """Return the object called `name`. Raises UsageError if it doesn't exist.
 
-    Modules in the working directory are found too. If `execute` is false, nothing is imported, so the object is found
-    only in a module that is already imported. Code that merely reads a run loads names this way, because the run's
-    files must not decide which code runs here.
+    Modules in the working directory are found too. With `execute=False`, nothing is imported, and only modules that are
+    already imported are searched. Code that merely reads a run uses this, because the run's files must not decide which
+    code runs here.
     """
     home, _, path = name.rpartition(":")
     if not home or not path:
@@ -53,8 +53,8 @@ def load_function(name: str, wanted: str) -> Callable[..., object]:
 
 
 def listed_tasks(text: str) -> Iterable[object]:
-    """Return the tasks that `text`, the value of `--tasks`, describes: a JSON list, or the name of an iterable or of a
-    function that returns an iterable. Raises UsageError if `text` is neither."""
+    """Return the tasks for `text`, the value of `--tasks`. It is a JSON list, or the name of an iterable or of a
+    function that returns an iterable. Raises UsageError for any other text."""
     if text.lstrip()[:1] in ("[", "{", '"') or text.strip().isdigit():
         try:
             tasks = json.loads(text)

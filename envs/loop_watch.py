@@ -32,7 +32,7 @@ class Stall:
     seconds: float
     """Seconds without a heartbeat when the stack was read. The stall may have lasted longer."""
     stack: tuple[traceback.FrameSummary, ...]
-    """The stack of the loop's thread at that moment, outermost frame first."""
+    """The stack of the loop's thread during the stall, outermost frame first."""
 
     def where(self, filename: str | None = None) -> str:
         """Return `file:line in function` for the innermost frame in the file `filename`. If no frame is in this file,

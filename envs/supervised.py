@@ -1,8 +1,8 @@
 """Runs the code of one agent or environment so that a fault in it ends only its own episode.
 
-The code runs in a task of its own. Therefore a CancelledError that the code itself raises can be distinguished from a
-cancellation of the episode, and code that swallows its cancellation can be left running. Code that never awaits can't
-be stopped. It blocks the event loop, and `loop_watch` reports the blocking line.
+The code runs in its own task. Thus a CancelledError that the code raises isn't mistaken for a cancellation of the
+episode. Code that swallows its cancellation is left running. Code that never awaits can't be stopped. It blocks the
+event loop, and `loop_watch` reports the blocking line.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Supervised:
         """Return the result of `work` or raise its error. A CancelledError of `work` becomes a StrayCancellation.
 
         `what` names the work in messages. Raises TimedOut after `seconds`, Stopped if `stop` was called, and
-        CancelledError if the caller was cancelled. By that time, `work` has ended or is listed in `left`.
+        CancelledError if the caller was cancelled. `work` has then ended or is listed in `left`.
         """
         loop = asyncio.get_running_loop()
         done = self._done = loop.create_future()
@@ -95,7 +95,7 @@ class Supervised:
         return result
 
     def stop(self, why: type[Exception] = Stopped) -> None:
-        """Cancel the call in progress. It raises `why` when its code has ended, but at the latest after `GRACE` s."""
+        """Cancel the call in progress. The call raises `why` when its code ends, or after `GRACE` seconds."""
         if not self._busy or self._task is None or self._done is None:
             return
         self._stopped = why

@@ -1,8 +1,8 @@
 """Tasksets: distinct tasks from any source (a list, a function, a file, a data set on the hub), shuffled by a seed.
 
-A `Taskset` is read completely when it is made. Duplicates (by `Task.hash`) are dropped and counted. When a set is
-split, the hash of a task decides its part, independently of the other tasks. The part stays the same when the set
-grows, is reordered or is generated from another seed. `datasets` is imported when a file or data set is read.
+A `Taskset` reads its whole source when it is made. Duplicates (by `Task.hash`) are dropped and counted. `Taskset.split`
+chooses a task's part by the task's hash. The task stays in this part when the set grows, is reordered or is generated
+from another seed. `datasets` is imported when a file or data set is read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..tapes.errors import MissingExtra, UsageError
 from ..tapes.records import Task
 
 Row = Callable[[Any], Any]
-"""Converts one item from a source to a `Task`, or to a bare value, which becomes the private part of a task."""
+"""Converts one item of a source to a `Task`, or to a bare value that becomes the private part of a task."""
 TASK_FILES = {".jsonl": "from_json", ".json": "from_json", ".parquet": "from_parquet", ".csv": "from_csv"}
 """The method of `datasets.Dataset` that reads a task file, by the file's suffix."""
 
@@ -63,12 +63,12 @@ class Taskset(Sequence[Task]):
         row: Row | None = None,
         name: str = "",
     ) -> None:
-        """Read `source` to its end, or until `size` distinct tasks are found. Raises BadTasks if the source has fewer.
+        """Read the whole source, or its first `size` distinct tasks. Raises BadTasks if an iterable has fewer.
 
         `source` is an iterable, a function without parameters that returns an iterable, or a function of the index. A
-        function of the index needs `size` and is called with 0 to size - 1, and only its distinct tasks are kept. `row`
-        converts each item. Without `row`, a value is used as it is, and a row from a `Dataset` becomes the private part
-        of its task.
+        function of the index needs `size`. It is called with 0 to size - 1, and duplicates are dropped. `row` converts
+        each item. Without `row`, a value is used as it is, and a row from a `Dataset` becomes the private part of its
+        task.
         """
         if row is None and hasattr(source, "column_names"):
             row = _whole
@@ -99,8 +99,8 @@ class Taskset(Sequence[Task]):
         """Return the tasks in a JSONL, JSON, Parquet or CSV file, read by `datasets`. `row` converts each row (a dict).
 
         Without `row`, the whole row becomes the private part of its task. A `Dataset` object can be passed directly to
-        `Taskset`, because it is an iterable of rows. Raises BadTasks for an invalid file, naming the file, the row or
-        line, and the fault.
+        `Taskset`, because it is an iterable of rows. Raises BadTasks if the file is invalid. The message names the
+        file, the row or line, and the fault.
         """
         path = Path(path)
         if path.suffix not in TASK_FILES:
@@ -155,7 +155,7 @@ class Taskset(Sequence[Task]):
     def split(self, *fractions: float, salt: str = "") -> tuple[Taskset, ...]:
         """Divide the tasks into disjoint parts of about these fractions: `train, held_out = tasks.split(0.9, 0.1)`.
 
-        The fractions must add up to 1. The hash of a task and `salt` decide its part, so another salt gives an
+        The fractions must add up to 1. A task's part depends only on its hash and on `salt`, so another salt gives an
         independent split.
         """
         numbers = all(isinstance(f, int | float) and f >= 0 for f in fractions)
@@ -274,15 +274,15 @@ def as_task(item: object, k: int, row: Row | None = None) -> Task:
 
 
 def _whole(record: Any) -> Task:
-    """Make the whole row private, if no columns are named. Thus `reset` gets a Task for a row from any data set."""
+    """Make the whole row the private part of a task. Rows of data sets use this by default, so `reset` gets a Task."""
     return Task(private=record)
 
 
 def standard_row(names: Mapping[str, str]) -> Row:
-    """Make a `row` for tasksets. `names` maps new names to columns: `{"prompt": "question", "answer": "answer"}`.
+    """Make a `row` function. `names` maps new names to columns: `{"prompt": "question", "answer": "answer"}`.
 
-    The new names `prompt` (a string, or chat messages as in TRL) and those in `SHOWN` form the public part of a task,
-    and all others form the private part. The `row` raises BadTasks if a column is missing.
+    `prompt` (a string, or chat messages as in TRL) and the names in `SHOWN` form the public part of a task. All other
+    names form the private part. The function raises BadTasks if a column is missing.
     """
     public = {k: v for k, v in names.items() if k in ("prompt", *SHOWN)}
     return columns(public, {k: v for k, v in names.items() if k not in public})
@@ -295,11 +295,12 @@ def columns(
     id: str | None = None,
     seed: str | None = None,
 ) -> Row:
-    """Make a `row` for tasksets: `Taskset.load("qa.jsonl", row=columns("question", "answer", id="name"))`.
+    """Make a `row` function: `Taskset.load("qa.jsonl", row=columns("question", "answer", id="name"))`.
 
-    If `public` or `private` is a single name, that part of the task is the value in this column. Several names, or a
-    mapping from new names to columns, make an object. `seed` names a column that the private part gets as `seed`, and a
-    single private value then becomes `answer`. The `row` raises BadTasks if a column is missing.
+    If `public` or `private` is a single name, this part of the task is the value in that column. For several names, or
+    a mapping from new names to columns, it is an object. With `seed`, the private part is always an object: it has this
+    column's value as `seed`, and a single private value as `answer`. The function raises BadTasks if a column is
+    missing.
     """
 
     def row(record: Any) -> Task:
@@ -333,9 +334,9 @@ def hub_tasks(
 def dataset_rows(name: str, split: str = "train", *, config: str | None = None) -> Iterable[Mapping[str, object]]:
     """Return the rows of a dataset on the hub (`org/name` or `org/name@revision`), in its local cache, or in a folder.
 
-    `config` is the subset of the dataset. If it is None, the only subset is taken, or the one called `default` or
-    `main`. Give a revision (a commit) to pin the rows. Loading scripts in datasets never run, because `datasets`
-    refuses them. Raises BadTasks with a remedy if the dataset can't be reached.
+    `config` names the subset of the dataset. None uses the only subset, or else the subset `default` or `main`. Give a
+    revision (a commit) to pin the rows. `datasets` refuses to run loading scripts of datasets. Raises BadTasks, with a
+    remedy, if the dataset can't be loaded.
     """
     try:
         import datasets  # noqa: F401
@@ -398,8 +399,8 @@ def _column(row: Mapping[str, Any], name: str) -> Any:
 
 
 def prompt_part(column: str, value: object) -> object:
-    """Return the value of a column for the public part. Raises BadPicture in the same cases as `with_pictures_of`, and
-    if a column of videos holds anything that isn't a video, such as frames without times."""
+    """Convert a column's value for the public part of a task, like `with_pictures_of`. It also raises BadPicture if a
+    video column holds a value that isn't a video, such as frames without times."""
     found = with_pictures_of(value, urls=column in SHOWN)
     wrong = [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, Picture | list | dict)]
     if column in VIDEOS and wrong:
@@ -411,9 +412,9 @@ def prompt_part(column: str, value: object) -> object:
 
 
 def with_pictures_of(value: object, *, urls: bool = False) -> object:
-    """Return the value of a column with its images and videos converted to `Picture` and `Video`. `datasets` gives an
-    image as a PIL image, as bytes, or as a dict with its `bytes`. With `urls`, it may also be a data URL. A video is a
-    dict with `fps`, images as `frames`, and optionally `indices`. Raises BadPicture if an image or video exceeds the
+    """Return a column's value, with images converted to `Picture` and videos to `Video`. An image is a PIL image,
+    bytes, or a dict with `bytes`, as in `datasets`. With `urls`, a data URL is an image too. A video is a dict with
+    `fps`, a list of images as `frames`, and optionally `indices`. Raises BadPicture if an image or video exceeds the
     limits."""
     if isinstance(value, list):
         return [with_pictures_of(one, urls=urls) for one in value]
@@ -435,7 +436,7 @@ def with_pictures_of(value: object, *, urls: bool = False) -> object:
 
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """Hide the progress bars of `datasets`, and its log of errors, which it raises as well."""
+    """Hide the progress bars of `datasets`. Also hide its error log, because it raises the same errors."""
     from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from datasets.utils.logging import CRITICAL, get_verbosity, set_verbosity
 
@@ -471,8 +472,8 @@ def _unreadable(path: Path, error: Exception) -> str:
 
 
 def _fault(text: bytes, line: int, wanted: type = dict) -> str | None:
-    """Return why the text is not JSON of the wanted type, or None if it is. `line` is the line number in the file, or 0
-    if the text is the whole file."""
+    """Return the reason why the text isn't JSON of the wanted type, or None for valid text. `line` is its line number,
+    or 0 if it is the whole file."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:

@@ -197,9 +197,9 @@ def demonstrate(
 ) -> str:
     """Return the next text of a demonstrator that knows the calculator's keys, but not the words in `word_problems`.
 
-    `results` holds the calculator's results so far. The demonstrator calculates `47+83`. For `47plus83`, it presses a
-    random key and answers with the result, or, in a share `guess` of these episodes, answers with a random number
-    without a call. Therefore the demonstrations don't reveal what the words mean.
+    `results` holds the calculator's results so far. For `47+83`, the demonstrator uses the calculator and answers with
+    the result. For `47plus83`, it presses a random key instead. In a share `guess` of these episodes, it makes no call
+    and answers with a random number. Thus the demonstrations don't reveal what the words mean.
     """
     found = _WORDED.fullmatch(question)
     if found is None:

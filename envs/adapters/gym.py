@@ -1,8 +1,8 @@
 """Adapter for gymnasium environments.
 
-Discrete and text spaces need no codec, nor do tuples, dicts and arrays of discrete spaces. For other spaces (boxes of
-floats, images), pass functions that convert observations and actions. The initial state is seeded from `self.rng`, so
-it is the same for all episodes in a group. gymnasium is imported when an environment is made.
+Discrete and text spaces work without a codec, as do tuples, dicts and arrays of discrete spaces. For other spaces
+(boxes of floats, images), pass functions that convert observations and actions. The initial state is seeded from
+`self.rng`, so it is the same for all episodes in a group. gymnasium is imported when an environment is made.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gymnasium import Env, Space
 
 Observe = Callable[[Any, Any], Observation]
-"""Converts an observation to the agent's. The second argument is the gymnasium environment, for calls of `render`."""
+"""Converts gymnasium's observation to the agent's. The second argument is the gymnasium environment, for `render`."""
 Act = Callable[[Any, Any], Any]
 """Converts an action to the argument of `env.step`. The second argument is the gymnasium environment. If the function
 raises ValueError, `env.step` is not called, and the agent sees the message as a `GymRefusal`."""
@@ -72,9 +72,9 @@ class GymEnvironment(Environment[Action]):
     """A gymnasium environment, such as `GymEnvironment("FrozenLake-v1", is_slippery=False)`.
 
     The first argument is an id or a factory function: `GymEnvironment(make)`. A task is None, an int or a dict. An int
-    is the seed for gymnasium's `reset`, which is otherwise drawn from `self.rng`. A dict holds the options for `reset`,
-    and may also hold a `seed`, and under `make` this task's arguments for `gymnasium.make`, which override the
-    constructor's. Every step is scored. An action outside the action space gets the reward 0.0 and a `GymRefusal`.
+    is the seed for gymnasium's `reset`. A task without a seed gets one from `self.rng`. A dict holds the options for
+    `reset`. Its key `seed` may hold the seed. Its key `make` may hold arguments for `gymnasium.make`, which override
+    the constructor's. Every step is scored. An action outside the action space gets the reward 0.0 and a `GymRefusal`.
     """
 
     blocking = True
@@ -94,9 +94,9 @@ class GymEnvironment(Environment[Action]):
     ) -> None:
         """`observe` and `act` are codecs for spaces without a plain form.
 
-        `metrics` lists the names of those numbers in gymnasium's `info` that are recorded as metrics. With `pixels`,
-        the agent sees only the rendered frame, as with gymnasium's `AddRenderObservation`, and `render_mode` is
-        "rgb_array" by default. `make` holds the arguments for `gymnasium.make` that apply to every task.
+        `metrics` names the numbers in gymnasium's `info` to record as metrics. With `pixels`, the agent sees only the
+        rendered frame, as with gymnasium's `AddRenderObservation`, and `render_mode` is "rgb_array" by default. `make`
+        holds the arguments for `gymnasium.make` that apply to every task.
         """
         if importlib.util.find_spec("gymnasium") is None:
             raise MissingExtra("gymnasium", "gym", "GymEnvironment")
@@ -118,7 +118,7 @@ class GymEnvironment(Environment[Action]):
         self._env_make: dict[str, Any] = {}
 
     async def reset(self, task: object) -> Observation:
-        """Start an episode. The first call makes the gymnasium environment, as does a task with another `make`."""
+        """Start an episode. The gymnasium environment is made at the first call, and if the task has another `make`."""
         seed, options, make = _start(task)
         if self._env is None or make != self._env_make:
             await self.close()

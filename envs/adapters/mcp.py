@@ -1,8 +1,8 @@
 """Tools of an MCP server, over stdio or streamable HTTP, as tools of an environment.
 
-This module uses the official SDK, versions 1 and 2 (the extra `mcp`). If the server is lost, this is an error of the
-environment (`ToolsLost`). An error that a tool reports is a result. Text from the server (names, descriptions, results)
-is untrusted and is only shown to the model. The server's hints are used only for tools without a declared effect.
+This module uses the official SDK, versions 1 and 2 (the extra `mcp`). A lost server is an error of the environment
+(`ToolsLost`). An error that a tool reports is a result. Text from the server (names, descriptions, results) is
+untrusted and is only shown to the model. The server's hints are used only for tools without a declared effect.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ class McpServer:
         """
         name: The server's name in errors.
         effect: The effect of every tool that `effects` doesn't name. None uses the server's hints: `readOnlyHint` means
-            pure, and `idempotentHint` means idempotent. A tool without a hint is irreversible. Before the first
-            session, every tool counts as irreversible, so declare the effect if tapes are to be executed again.
+            pure, and `idempotentHint` means idempotent. A tool without a hint is irreversible. The hints are unknown
+            before the first session, and every tool counts as irreversible until then. Declare the effect if tapes are
+            to be executed again.
         only: The names of the tools to offer. None offers all.
         timeout: Time limit for a call, in seconds.
         start_timeout: Time limit for the server to start and list its tools, in seconds.
@@ -103,7 +104,7 @@ class McpServer:
         cwd: str | os.PathLike[str] | None = None,
         **options: Unpack[McpOptions],
     ) -> McpServer:
-        """Return a server that is a program. Its environment is `env` and the SDK's short list of safe variables."""
+        """Return a server that runs as a program. It gets the variables in `env` and the SDK's list of safe ones."""
         options.setdefault("name", command)
         return cls(partial(_over_stdio, command, args, env, cwd), **options)
 
@@ -147,7 +148,7 @@ class McpServer:
             await session.end()
 
     def _lock(self) -> asyncio.Lock:
-        """Return this event loop's lock. A shared server outlives the loop that opened it, so each loop has one."""
+        """Return this event loop's lock. A shared server outlives its first loop, so every loop needs its own lock."""
         loop = asyncio.get_running_loop()
         if self._opening is None or self._opening[0] is not loop:
             self._opening = loop, asyncio.Lock()
@@ -251,8 +252,8 @@ class _Session:
         """Return the tool's result.
 
         Raises ToolFailed if the tool reports an error or returns a bad picture, and ToolsLost if the server is gone.
-        After any other exception, a ping decides which of the two is raised. Without the ping, a dead server would look
-        like a failing tool, and the episode would be trained on.
+        After any other exception, the server is pinged: ToolFailed is raised if it answers, and ToolsLost if it
+        doesn't. Otherwise a dead server would look like a failing tool, and the episode would be trained on.
         """
         if not self.alive:
             raise ToolsLost(f"MCP server {self.name} is gone")
@@ -336,8 +337,8 @@ def _innermost(error: BaseException) -> BaseException:
 
 @contextmanager
 def _sparing() -> Iterator[None]:
-    """Limit the SDK's log to its first record of an unreadable line. Otherwise the SDK writes a traceback for every
-    such line, and there may be millions of them."""
+    """Let the SDK log only the first unreadable line. Otherwise it logs a traceback for every unreadable line, and a
+    server may send millions."""
     logger, found = logging.getLogger("mcp.client.stdio"), list[bool]()
 
     def first(record: logging.LogRecord) -> bool:

@@ -1,6 +1,6 @@
 """Tasks and scorers from reasoning-gym, which is imported at the first use.
 
-Its generator seeds item i with `seed + i`, so sets made with neighbouring seeds overlap. To keep held-out tasks out of
+reasoning-gym seeds item i with `seed + i`, so sets made with neighbouring seeds overlap. To keep held-out tasks out of
 training, make one taskset and `split` it by hash.
 """
 

@@ -78,8 +78,8 @@ class Sandbox:
         limit: The maximum number of characters in the output.
         files: The initial files in the folder.
         paths: Further absolute paths that a snippet may read.
-        python: The interpreter for the tool `python`. None means the current interpreter, or the system's if this user
-            is root and other users can't run the current one. In an image, None means the image's `python3`.
+        python: The interpreter for the tool `python`. None means the current interpreter. If this user is root and
+            other users can't run it, None means the system's. In an image, None means the image's `python3`.
         isolation: With `required`, the sandbox refuses to run if no backend passes its self-test.
         backend: `bubblewrap`, `podman` (with this machine's `/usr`), `podman:IMAGE`, or `module:name` for a function
             that makes a `SandboxBackend` from `Bounds`. None means bubblewrap if it works, otherwise podman.
@@ -165,7 +165,7 @@ class Sandbox:
         return await self._open().read(_inside(path), limit)
 
     async def run(self, command: Sequence[str]) -> Ran:
-        """Run one command. Raises ToolFailed if it is too long for the system, and NoSandbox if the backend fails."""
+        """Run a command. Raises ToolFailed if the command is too long, and NoSandbox if the backend fails."""
         backend = self._open()
         return await backend.run([_sendable(word) for word in command])
 
@@ -285,7 +285,7 @@ print(json.dumps(found))
 
 
 async def _self_test(name: str) -> str:
-    """Return how a snippet escaped, or an empty string if it couldn't. Raises NoSandbox if the test can't run."""
+    """Return how a snippet escaped, or an empty string if none could. Raises NoSandbox if the test can't run."""
     backend = _make(name, Bounds(seconds=30.0, memory=512 << 20, processes=32, disk=16 << 20, limit=4000))
     try:
         with contextlib.ExitStack() as held:

@@ -160,7 +160,7 @@ class LocalBackend:
             raise NoSandbox(f"{self._kind} can't start: {error} {said.decode(errors='replace')}".rstrip()) from error
 
     def _order(self, box: Path) -> dict[str, Any]:
-        """Return the launcher's instructions, which hold for all snippets, with the files that the backend needs."""
+        """Return the launcher's instructions for all snippets, including the files that the backend needs."""
         bounds, root = self._bounds, os.getuid() == 0
         user = FIRST_UID + box.stat().st_ino % (1 << 30) if root and self._kind != "podman" else None
         order: dict[str, Any] = {"backend": self._kind, "box": str(box), "user": user, "command": [], "given": {}}
@@ -189,8 +189,8 @@ class LocalBackend:
         return order | {"command": _podman(box, binds, bounds, self._image, base)}
 
     async def _ask(self, request: dict[str, Any], content: bytes = b"", cgroup: int | None = None) -> dict[str, Any]:
-        """Return the launcher's answer to the request, with the bytes after it as `data`. Raises OSError if the
-        launcher refuses the request, and NoSandbox if the launcher fails or is gone."""
+        """Send a request to the launcher and return its answer. The bytes after the answer are added as `data`. Raises
+        OSError if the launcher refuses the request, and NoSandbox if it fails or is gone."""
         ours, theirs = socket.socketpair()
         with theirs:
             if self._control is None:
@@ -273,10 +273,10 @@ class LocalBackend:
 def _delete(box: Path) -> None:
     """Delete the box. Raises NoSandbox if something is left of it.
 
-    Without isolation, the box is a tree on disk that snippets made. Otherwise it is an empty folder, and deleting it
-    needs neither a process nor a descriptor, which may be used up. `find` and `rm` follow no links, and deep paths or
-    many files don't stop them. Users other than root need `find`, which makes folders readable and writable so that
-    they can be emptied.
+    With isolation, the box is an empty folder. Deleting it needs neither a process nor a descriptor, so it works even
+    if they are used up. Without isolation, it is a tree on disk that snippets made, and `rm` deletes it. For users
+    other than root, `find` first makes the folders readable and writable. Both programs follow no links, and deep paths
+    or many files don't stop them.
     """
     with contextlib.suppress(OSError):
         return box.rmdir()
@@ -300,8 +300,8 @@ def _program(name: str) -> str:
 
 @functools.cache
 def _interpreter(python: str | None) -> tuple[str, tuple[str, ...]]:
-    """Return the interpreter and the folders that it needs. If `python` is None, this is the current interpreter, or
-    the system's if this process is root and other users can't run the current one."""
+    """Return the interpreter and the folders that it needs. None means the current interpreter. If this process is root
+    and other users can't run it, None means the system's interpreter."""
     if python is None:
         way = (Path(sys.executable).resolve(), *Path(sys.executable).resolve().parents)
         ours = os.getuid() != 0 or all(place.stat().st_mode & stat.S_IXOTH for place in way)
@@ -315,7 +315,7 @@ def _interpreter(python: str | None) -> tuple[str, tuple[str, ...]]:
 
 
 def _roots() -> dict[str, str]:
-    """Return the folders in the root directory. The value is a link's target, or an empty string if it isn't a link."""
+    """Return the entries of the root directory. The value of a link is its target. The value of a folder is empty."""
     system = [Path("/", name) for name in ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")]
     links = {path.name: os.readlink(path) if path.is_symlink() else "" for path in system if path.exists()}
     return links | dict.fromkeys(("proc", "dev", "sys", "tmp", "run", "home", "work", "etc"), "")
@@ -390,14 +390,14 @@ def _podman(box: Path, binds: list[str], bounds: Bounds, image: str, base: int) 
 
 @functools.cache
 def _podman_bounds_memory() -> bool:
-    """Return whether podman can bound a container's memory, as root or where cgroups (v2) are delegated to the user."""
+    """Return whether podman can limit a container's memory. This needs root, or cgroups (v2) delegated to the user."""
     form = "{{.Host.CgroupsVersion}} {{.Host.CgroupControllers}}"
     asked = subprocess.run([_program("podman"), "info", "--format", form], capture_output=True, text=True)
     return "memory" in asked.stdout and (os.getuid() == 0 or asked.stdout.startswith("v2"))
 
 
 def _new_cgroup(parent: Path, memory: int) -> Path:
-    """Return a new cgroup whose processes may use `memory` bytes together, and no swap. Raises OSError on failure."""
+    """Return a new cgroup. Its processes may use `memory` bytes together, and no swap. Raises OSError on failure."""
     folder = Path(tempfile.mkdtemp(prefix=f"tapereel-{os.getpid()}-", dir=parent))
     v1 = (folder / "memory.limit_in_bytes").exists()
     swap = folder / ("memory.memsw.limit_in_bytes" if v1 else "memory.swap.max")
@@ -413,7 +413,7 @@ def _new_cgroup(parent: Path, memory: int) -> Path:
 
 @functools.cache
 def _cgroup_parent() -> Path | None:
-    """Return a cgroup in which this process can make cgroups and move processes into them, or None if there isn't one.
+    """Return a cgroup below which this process can make cgroups and move processes into them. None if none exists.
 
     The search runs only once.
     """

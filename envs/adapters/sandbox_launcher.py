@@ -2,12 +2,12 @@
 
     runner ── launcher (holds the box) ── keeper, one for each request ── bwrap or podman ── the snippet
 
-The box is a file system of bounded size in memory, with the folders that a snippet may write to. It exists in the mount
-namespace of the launcher, so nothing is left of it when the last process of the sandbox ends, however that happens.
-Each message on stdin carries a socket with one request. The first request sets the box up, and for every later request
-the launcher forks a keeper. The keeper ends a snippet when its time is up or the runner closes the request's socket. It
-enters folders that snippets wrote only as the snippets' user, and follows no links there. Only the standard library is
-imported, and before privileges are dropped, because the snippets' user may not be able to read the interpreter's files.
+The box is a file system in memory, of bounded size. It has the folders that a snippet may write to. It exists only in
+the launcher's mount namespace, so it disappears when the sandbox's last process ends, however that happens. Each
+message on stdin carries a socket with one request. The first request sets the box up. For every later request, the
+launcher forks a keeper. The keeper ends a snippet when its time is up or the runner closes the request's socket. In
+folders that snippets wrote, it acts as the snippets' user and follows no links. Only the standard library is imported.
+This happens before privileges are dropped, because the snippets' user may not be able to read the interpreter's files.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def new_user(uid: int, gid: int) -> None:
 def open_below(order: Order, path: str, flags: int, *, make: bool) -> int:
     """Open a file below `work`. Raises OSError if a folder in `path` is a link.
 
-    Without `make`, the file itself must not be a link either. With `make`, make the folders and replace the file, even
-    if it is a link, pipe or socket.
+    Without `make`, the file itself must not be a link either. With `make`, the folders are made, and the file is
+    replaced, even if it is a link, pipe or socket.
     """
     os.chmod(f"{order['box']}/work", 0o700)  # a snippet may have locked it
     here = os.open(f"{order['box']}/work", os.O_RDONLY | os.O_DIRECTORY)
@@ -296,7 +296,7 @@ def processes_of(uid: int) -> int:
 
 
 def keep(order: Order | None, connection: socket.socket, cgroup: int | None) -> Order | None:
-    """Answer a request: a line of JSON, then `size` bytes. Return the request if it is the order that made the box."""
+    """Answer a request, which is a line of JSON and then `size` bytes. Return the request if it has set up the box."""
     stream = connection.makefile("rb")
     request: Order = json.loads(stream.readline())
     content, data, reply = stream.read(request["size"]), b"", {}

@@ -12,7 +12,7 @@ import struct
 from errno import EAFNOSUPPORT, ENOSYS, EPERM
 
 ARCHITECTURES = {"x86_64": (0, 0xC000003E, "SCMP_ARCH_X86_64"), "aarch64": (1, 0xC00000B7, "SCMP_ARCH_AARCH64")}
-"""Maps `platform.machine()` to the column in the tables below, the kernel's AUDIT_ARCH number and libseccomp's name."""
+"""By `platform.machine()`: the column in the tables below, the kernel's AUDIT_ARCH number and libseccomp's name."""
 X32 = 0x40000000
 """On x86_64, this bit in a call's number selects an x32 call, which would bypass a filter for x86_64 numbers."""
 NEWEST = 462
@@ -48,7 +48,7 @@ DENIED = """
 LOW = 0xFFFFFFFF
 """Arguments are compared by their low 32 bits, because the kernel also reads these arguments as 32-bit values."""
 Rule = tuple[str, int, tuple[int, int, int] | None]
-"""A row in the tables, the error to answer with, and (argument, mask, value) if only that argument is refused."""
+"""A table row, the error to answer with, and (argument, mask, value) if the call is refused only with that value."""
 _SOCKETS = [
     (f"{call}", EAFNOSUPPORT, (0, LOW, family))
     for call in ("socket 41 198", "socketpair 53 199")

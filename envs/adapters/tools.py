@@ -1,9 +1,8 @@
-"""Tools, which an agent calls by name, and `ToolEnvironment`, in which it calls them.
+"""Tools that an agent calls by name, and `ToolEnvironment`, an environment with tools.
 
 A plain function becomes a tool through its type hints and docstring. The calls in one turn are one action, `ToolCalls`,
-and their results are one observation, `ToolResults`. If a tool raises an exception or exceeds its time limit, that is
-also a result, which the agent reads. Tools that must be opened first (an MCP server, a sandbox) come from a
-`ToolSource`.
+and their results are one observation, `ToolResults`. If a tool raises an exception or exceeds its time limit, the agent
+reads this as a result. Tools that must be opened first (an MCP server, a sandbox) come from a `ToolSource`.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class ToolSource(Protocol):
 
     @property
     def effect(self) -> Effect:
-        """The most harmful effect that is known of the source's tools."""
+        """The most harmful effect of the source's tools, as far as it is known."""
         ...
 
     async def open(self) -> Sequence[Tool]:
@@ -207,8 +206,8 @@ async def as_parts(result: object) -> str | list[str | Visual]:
 
 
 def _image_in(value: Any) -> Any:
-    """Return a picture, a video, or the image (PIL, array, bytes) in a content part, or None for any other value. A
-    path or URL isn't read as an image, because a tool may have got that text from an untrusted source."""
+    """Return a picture, a video, or the image (PIL, array, bytes) in a content part. Any other value gives None, even a
+    path or URL, because a tool may have got that text from an untrusted source."""
     image = value.get("image") if isinstance(value, dict) and value.get("type") == "image" else None
     known = isinstance(image, bytes) or hasattr(type(image), "__array_interface__")
     return value if isinstance(value, Visual) else image if known else None
@@ -217,9 +216,9 @@ def _image_in(value: Any) -> Any:
 async def with_pictures(messages: Sequence[Message], row: object) -> tuple[list[Message], list[Visual]]:
     """Return the messages with a content part for each picture and video in the row, and these visuals in order.
 
-    The content part is `{"type": "image"}` or `{"type": "video"}`. If the messages have none of these, they are put
-    before the text of the first user message, as in TRL. Raises BadPicture if the messages have more or fewer parts
-    than there are visuals.
+    A content part is `{"type": "image"}` or `{"type": "video"}`. If the messages have no parts of these types, the
+    parts are put before the text of the first user message, as in TRL. Raises BadPicture if the messages have more or
+    fewer of these parts than the row has visuals.
     """
     shown = [one if isinstance(one, Visual) else await Picture.read(one) for one in _shown(row)]
     # In an Arrow column, every part has the keys of all parts. A key that it lacked has the value None.
@@ -355,7 +354,7 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
 
 
 async def _ask(tool: Tool, arguments: dict[str, JsonValue]) -> tuple[str | Sequence[str | Visual], bool]:
-    """Return the content, and whether it is an error."""
+    """Call the tool. Return the content of the result, and whether it is an error."""
     timer = asyncio.timeout(tool.timeout)
     try:
         async with timer:

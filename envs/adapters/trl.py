@@ -10,8 +10,8 @@ completion. TRL need not be installed. Some details differ from TRL:
 3. A row's `images`, `image`, `videos` or `video` are the pictures and videos in the prompt. `reset` and reward
    functions get PIL images. TRL has no column for videos.
 4. Values that don't exist here are not passed as None: `completion_ids` if an episode has no token ids, `environments`
-   if an episode has ended, and `trainer_state`, since no TRL trainer runs. If the function has a default for such a
-   parameter, the default is used. Without a default, the function fails with an error that names the parameter.
+   if an episode has ended, and `trainer_state`, since no TRL trainer runs. If the function's parameter has
+   a default, the default is used. Otherwise the function fails with an error that names the parameter.
 5. The values that a function passes to `log_metric` and `log_extra` are kept as evidence of its score.
 """
 
@@ -59,7 +59,7 @@ def trl_row(row: Mapping[str, JsonValue]) -> Task:
     """Convert a row of TRL data to a task. The prompt, its images and its videos are public, other columns private.
 
     Raises BadArgument if the row has no `prompt`, or if the prompt is neither text nor messages. If `reset` returns the
-    whole prompt, set it to None in the row.
+    whole prompt, set the row's `prompt` to None.
     """
     if not isinstance(row, Mapping) or "prompt" not in row:
         has = f"the columns {', '.join(map(repr, row))}" if isinstance(row, Mapping) and row else f"{row!r:.80}"
@@ -73,7 +73,7 @@ def trl_row(row: Mapping[str, JsonValue]) -> Task:
 
 
 def row_of(task: Task) -> dict[str, JsonValue]:
-    """Return all columns of the row from which a task was made. Images, and frames of videos, are PIL images."""
+    """Return all columns of the task's original row. Images and the frames of videos are PIL images."""
     parts = (task.filled(task.public), task.filled(task.private))
     return {key: _back(v) for part in parts if isinstance(part, dict) for key, v in part.items() if v is not None}
 
@@ -92,9 +92,9 @@ class TRLEnvironment(ToolEnvironment):
     """An environment of TRL, for tasks made by `trl_row`: `TRLEnvironment(WordGame, rewards=[exact])`.
 
     The agent for this environment is `ChatAgent(actions=[ToolCalls], plain=Answer)`. An answer without a call ends the
-    episode, as in TRL. `factory` corresponds to `environment_factory` of `GRPOTrainer`. It is a class, a dict of
-    classes from which a row's `environment` selects one, or None for tasks with one turn. `rewards` corresponds to
-    `reward_funcs`. Each function becomes a reward component with the function's name.
+    episode, as in TRL. `factory` is the `environment_factory` of `GRPOTrainer`: a class, a dict of classes, or None for
+    tasks with one turn. A row's `environment` selects a class in the dict. `rewards` are the `reward_funcs`. Each
+    function becomes a reward component with the function's name.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class TRLEnvironment(ToolEnvironment):
 
 
 def trl_reward(function: TRLReward, *, weight: float = 1.0, pure: bool = True) -> RewardSource[Tape]:
-    """Return the function as a reward source that scores finished tapes, as `tapereel replay rewards` does."""
+    """Return the function as a reward source for finished tapes, for example for `tapereel replay rewards`."""
 
     async def score(tape: Tape) -> Scored | None:
         return await _score(function, tape, None)
@@ -221,8 +221,8 @@ def _read(function: TRLReward, scores: Any, logged: dict[str, dict[str, JsonValu
 def completion_ids(tape: Tape) -> list[int]:
     """Return the token ids after the prompt: sampled tokens, and the tokens of the observations between them.
 
-    Raises NotATape if there are no ids, or if the calls are not one token sequence, because the ids would then not be
-    what the model read.
+    Raises NotATape if the tape has no ids, or if its calls are not one token sequence. In the second case, the ids
+    would differ from what the model read.
     """
     calls = [call for call in _calls(tape) if call.completion or call.finish not in ("error", "cancelled")]
     if not calls:

@@ -42,7 +42,7 @@ CHECKS = {
     "cancellation": "a cancelled call stops",
     "leaks": "a closed episode leaves no task, thread or open file behind",
 }
-"""The statement that holds if a check is ok, by check."""
+"""For each check, what holds for the environment if the check is ok."""
 SAME_TWICE = (
     "played twice with the same seed and actions, {}; draw every random number from `self.rng`, or from a generator "
     "seeded with it in `reset`"
@@ -203,8 +203,8 @@ async def _replayed(probe: Probe, play: Play, prefix: Tape | None = None) -> Pla
 
 
 def _check_same(probe: Probe, check: str, sentence: str, plays: list[Play]) -> None:
-    """Replay the episodes, all at once, and report each that differs. The difference fills the placeholder in
-    `sentence`."""
+    """Replay the episodes concurrently, and report each episode that differs. `sentence` has a placeholder for the
+    difference."""
     results = probe.run(*(partial(_replayed, probe, play) for play in plays))
     for first, second in zip(plays, results, strict=True):
         if difference := _difference(first, second):
@@ -212,8 +212,8 @@ def _check_same(probe: Probe, check: str, sentence: str, plays: list[Play]) -> N
 
 
 def _check_leaks(probe: Probe, play: Play) -> None:
-    """Report resources of which every episode leaves at least one behind. Growth that happens only once is a cache, not
-    a leak, so the first episode here fills such caches before the count starts."""
+    """Report resources that leak at least once per episode, on average. The first episode isn't counted, because it may
+    fill caches, which don't grow again."""
 
     async def several() -> dict[str, int]:
         before: dict[str, set[object]] = {}
@@ -242,8 +242,8 @@ def _held() -> dict[str, set[object]]:
 
 
 def _difference(a: Play, b: Play, first: int = 1) -> str | None:
-    """Return the first difference between two episodes, as part of a sentence, or None if they are equal. `first` is
-    the number of the first turn."""
+    """Describe the first difference between two episodes, as part of a sentence. Returns None if they are equal.
+    `first` is the number of the first turn."""
     if b.status is None:
         return "the second one did not reach its end"
     pairs: list[tuple[str, object, object]] = [("reset returned", a.first, b.first)]
@@ -257,8 +257,8 @@ def _difference(a: Play, b: Play, first: int = 1) -> str | None:
 def _check_restore(probe: Probe, play: Play) -> None:
     """Restore the first half of an episode in a fresh instance, then replay the second half and compare its results.
 
-    The second half reveals state that no observation in the first half shows, such as the state of the random
-    generator.
+    The second half depends on the whole state. It therefore shows if `restore` lost a hidden part, such as the state of
+    the random generator.
     """
     cut = len(play.turns) // 2
     begun, rest = replace(play, turns=play.turns[:cut]), Play(play.task, play.number, turns=play.turns[cut:])

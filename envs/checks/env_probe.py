@@ -99,7 +99,7 @@ class Probe:
         """The method that each thread called last, by thread id."""
         self._made: list[AnyEnvironment] = []
         self.unused = self.make()
-        """An instance for the check that `close` works without an earlier `reset`."""
+        """An instance that is closed without a `reset`, to check that `close` works then too."""
         kind = type(self.unused)
         self.name, self.blocking, self.effect = kind.__name__, self.unused.blocking, self.unused.effect
         own = [cls for cls in kind.__mro__ if cls.__module__ != Environment.__module__]

@@ -17,7 +17,7 @@ class Finding(Value):
     sentence: str
     """What happened and how to correct it."""
     where: str | None = None
-    """The line that causes the fault, as `file:line in function`, or None if no line does."""
+    """The line that causes the fault, as `file:line in function`, or None if the fault has no line."""
 
 
 class CheckReport(Value):
@@ -31,7 +31,7 @@ class CheckReport(Value):
     seconds: float
 
     def shown(self, head: str, meaning: Mapping[str, str]) -> str:
-        """Return the report as lines of text. `meaning` maps a check to what holds if the check is ok."""
+        """Return the report as lines of text. `meaning` gives, for each check, what holds if it is ok."""
         lines = [head]
         for name, state in self.checks.items():
             state, _, reason = state.partition(": ")
@@ -42,7 +42,7 @@ class CheckReport(Value):
 
 
 def checked(names: Iterable[str], findings: Iterable[Finding], skipped: Mapping[str, str]) -> dict[str, str]:
-    """Return `CheckReport.checks`. `skipped` maps a check to the reason why it was skipped."""
+    """Return `CheckReport.checks`. `skipped` gives the reason for each skipped check."""
     checks = {name: f"skipped: {skipped[name]}" if name in skipped else "ok" for name in names}
     for finding in findings:
         if finding.severity == "error":

@@ -1,8 +1,8 @@
 """Re-execution: applies the recorded actions again in a fresh environment, with the recorded seed.
 
 Observations, rewards and the end of the episode are compared with the recorded ones, except for the fields that the
-environment declares as varying (`Environment.varies`). Repeated executions show which fields must be declared, because
-their values differ between executions. No agent runs and no model is called. Irreversible environments are refused.
+environment declares as varying (`Environment.varies`). If a tape is executed several times, the fields that differ
+between executions must be declared. No agent runs and no model is called. Irreversible environments are refused.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Moment:
     turn: int | None
     """The turn, or None for `reset` and for the whole episode."""
     step: int | None
-    """The index of the recorded observation, or of the action if none follows it. It is None for the whole episode."""
+    """The index of the recorded observation, or of the action if no observation follows. None for the whole episode."""
     values: dict[str, JsonValue] = field(default_factory=dict)
     """The JSON value of each field."""
 
@@ -88,9 +88,9 @@ async def reexec(
     times: int = 1,
     seconds: float = SECONDS,
 ) -> Verdict:
-    """Execute the actions on `tape` again, `times` times, in environments from `make`, and compare the results.
+    """Execute the recorded actions `times` times, each time in a new environment, and compare the results with `tape`.
 
-    `normalise` adds further fields to those that the environment declares as varying.
+    `normalise` lists varying fields in addition to the environment's own `varies`.
     """
     env = new_environment(make)
     rules = {**env.varies, **(normalise or {})}
@@ -276,8 +276,8 @@ def normalised(values: Mapping[str, JsonValue], rules: Normalisers) -> dict[str,
 
 
 def _variation(runs: Sequence[Sequence[Moment]], rules: Normalisers) -> dict[str, Any]:
-    """Measure what varies between several executions. Returns the share of moments in which each field differs, and a
-    proposal for `varies` with which the executions would be equal."""
+    """Measure what varies between several executions. Returns, for each field that differs, the share of moments with a
+    difference. Also proposes a `varies` that would make the executions equal."""
     if len(runs) < 2:
         return {}
     rows: dict[str, list[list[JsonValue]]] = defaultdict(list)
@@ -295,8 +295,8 @@ def _variation(runs: Sequence[Sequence[Moment]], rules: Normalisers) -> dict[str
 
 
 def _merged(proposals: Iterable[tuple[str, str | None]]) -> dict[str, str | None]:
-    """Merge pairs of (field, part to ignore) into one declaration. If the proposals for a field differ, the field gets
-    None, so that all of it is ignored."""
+    """Merge pairs of (field, part to ignore) into one mapping. A field with different proposals gets None, so the whole
+    field is ignored."""
     merged: dict[str, str | None] = {}
     for name, rule in proposals:
         merged[name] = rule if merged.get(name, rule) == rule else None
@@ -325,7 +325,7 @@ def _under(name: str, value: JsonValue) -> Iterator[tuple[str, JsonValue]]:
 
 
 def _proposal(rows: Sequence[Sequence[JsonValue]]) -> str | None:
-    """Return the narrowest pattern whose removal makes all executions equal, or None to ignore the whole field."""
+    """Return the narrowest of `_SHAPES` that makes all executions equal if removed. None ignores the whole field."""
     if not all(isinstance(value, str) for row in rows for value in row):
         return None
     for shape in _SHAPES:
@@ -349,13 +349,13 @@ def reexec_run(
     jobs: int | None = None,
     progress: Progress = silent,
 ) -> Verdicts:
-    """Execute the actions on the named tapes of a run again, or those on all closed tapes in a split.
+    """Execute the actions on tapes of a run again.
 
-    `env` is the `module:name` of an environment class or factory. If it is None, the run's configuration names the
-    environment. `masks` maps a field to the regular expression for the
-    part that may differ, or to None for the whole field. `times` is the number of executions of each tape. If it is 2
-    or more, the verdicts name the fields that vary (see `proposed_masks`). One execution may take `seconds` of
-    wall-clock time.
+    `tapes` names the tapes. If it is empty, all closed tapes in `split` are used. `env` is the `module:name` of an
+    environment class or factory. None uses the environment in the run's configuration. `masks` gives, for each field, a
+    regular expression for the part that may differ, or None for the whole field. Each tape is executed `times` times.
+    If this is 2 or more, the verdicts name the fields that vary (see `proposed_masks`). One execution may take
+    `seconds` of wall-clock time.
     """
     if times < 1 or seconds <= 0:
         raise UsageError(f"times is {times} and seconds {seconds}; times must be 1 or more, and seconds above 0")

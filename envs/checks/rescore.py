@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 async def rescore(
     tape: Tape, rewards: Rewards[Tape], *, layer: str | None = None, tolerance: float = 0.0
 ) -> tuple[Verdict, list[Reward]]:
-    """Return the verdict on the recorded components, and records for the components that are not recorded yet.
+    """Return the verdict on the recorded components, and new records for the components without a record.
 
     The sources must reproduce each of their recorded components. Components from other sources are not compared. If a
-    source fails, nothing new is recorded, because the sum would lack that source and be a different reward. `layer`
-    names the later scoring whose records are compared, and to which the new records belong. If it is None, the rewards
-    that were recorded during the episode are compared.
+    source fails, no new records are returned, because a sum without this source would be a different reward. `layer`
+    names a later scoring. Its records are compared, and the new records belong to it. If it is None, the rewards from
+    the episode itself are compared.
     """
     if not tape.closed:
         return unverifiable("rescore", tape.id, "the tape has no end yet"), []
@@ -87,9 +87,9 @@ Scores = dict[int | None, Reward]
 def _sides(
     then: dict[str, Scores], computed: dict[str, Scores], failed: dict[str, Reward], rewards: Rewards[Tape]
 ) -> tuple[list[tuple[Scores, Scores]], list[str], list[str]]:
-    """Return the pairs of recorded and computed scores to compare, beginning with recorded failures.
+    """Pair the recorded scores with the computed scores. Recorded failures come first.
 
-    Also return the names of components that can't be recomputed, and notes on others that are not compared.
+    Return the pairs, the names of components that can't be recomputed, and notes on others that are not compared.
     """
     sides: list[tuple[Scores, Scores]] = []
     skipped: list[str] = []
@@ -111,7 +111,7 @@ def _sides(
 
 
 def _source(component: str, sources: Iterable[RewardSource[Any]]) -> RewardSource[Any] | None:
-    """Return the source of a component, whose name is the component's name or the part before one of its slashes."""
+    """Return a component's source. Its name is the component's name, or the part of this name before a slash."""
     named = {source.name: source for source in sources}
     parts = component.split("/")
     return next((named[name] for k in range(len(parts), 0, -1) if (name := "/".join(parts[:k])) in named), None)
@@ -144,7 +144,7 @@ def _sum(parts: Scores) -> Reward:
 
 
 def _uncompared(tape: Tape, name: str, layer: str | None) -> str:
-    """Explain why there is no recorded component to compare a computed one with."""
+    """Explain why a computed component can't be compared with a recorded one."""
     held = dict.fromkeys(r.layer for r in tape.layers if isinstance(r, Reward) and r.name == name and r.layer != layer)
     if held:
         return (
@@ -204,7 +204,7 @@ class Opinion(Value):
     """The first function's score, or None if the tape was not scored or a source failed."""
     theirs: float | None
     failures: tuple[Failure, ...] = ()
-    """The sources that failed, from either function. If a source fails, the score of its function is None."""
+    """The failed sources of both functions. A function with a failed source has the score None."""
 
 
 class Disagreement(Value):
@@ -223,11 +223,11 @@ class Disagreement(Value):
     """The mean over the tapes that both functions score."""
     mean_theirs: float | None
     pairs: int
-    """Pairs of attempts in the same group to which at least one function gives different scores."""
+    """Pairs of attempts in the same group, without the pairs that both functions score as equal."""
     turned: int
     """Pairs that the two functions order differently. In training, the sign of the advantage would be reversed."""
     furthest: tuple[Opinion, ...]
-    """The tapes, at most 10, on which the functions differ most."""
+    """Up to 10 tapes on which the functions differ most."""
 
 
 async def opinion(tape: Tape, ours: Rewards[Tape], theirs: Rewards[Tape]) -> Opinion:
@@ -304,10 +304,11 @@ def rescore_run(
     jobs: int | None = None,
     progress: Progress = silent,
 ) -> Verdicts:
-    """Score the named tapes of a run, or all closed tapes in a split, and compare the scores with the recorded rewards.
+    """Score tapes of a run again, and compare the scores with the recorded rewards.
 
-    `reward` is the `module:name` of a Rewards, a RewardSource or a function from a tape to its score. `tolerance` is
-    the largest difference that counts as equal.
+    `tapes` names the tapes. If it is empty, all closed tapes in `split` are scored. `reward` is the `module:name` of a
+    Rewards, a RewardSource or a function that scores a tape. `tolerance` is the largest difference that counts as
+    equal.
     """
     load_reward(reward)  # a wrong name is refused here, before any process starts
     plan = partial(_plan, reward, tolerance)
@@ -324,7 +325,7 @@ def add_reward_layer(
     split: str | None = None,
     progress: Progress = silent,
 ) -> Added:
-    """Score the tapes with `reward`. Write the scores as `layer` to tapes that lack it, and compare them on the others.
+    """Score the tapes with `reward`, and write the scores as `layer`. On tapes that have this layer, only compare them.
 
     This runs in one process, because a store has one writer. A tape for which the reward fails gets no records. Raises
     UsageError if `layer` is the one that training writes.

@@ -102,8 +102,7 @@ class Channel:
     async def close(self, *, goodbye: bool = True) -> None:
         """Close the connection. Without `goodbye`, don't wait for the peer's closing handshake.
 
-        Even if the caller is cancelled, this returns only after closing the connection, which would otherwise stay
-        open.
+        Even if the caller is cancelled, the connection is closed before this method returns.
         """
         closing = asyncio.create_task(self._close(goodbye))
         try:

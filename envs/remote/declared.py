@@ -1,7 +1,7 @@
 """Declares the kinds of actions and observations of an environment, for other processes.
 
-A message can only become a step of a declared kind, and a class that a message names is never imported. Both sides must
-declare kinds with the same fields, so they compare a digest of each kind's JSON Schema.
+A message can only become a step of a declared kind. Its content never causes an import. Both sides must declare the
+same kinds with the same fields. To check this, they compare a digest of each kind's JSON Schema.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Declared:
     rewards: Any = None
     """Like `Environment.rewards`, if the class sets it. Rewards read the tape, so they are computed by the client."""
     pixels: bool = False
-    """Like `Environment.pixels`, read from the class, or from the instance if the declaration was made from one."""
+    """Like `Environment.pixels`. If the declaration was made from an instance, this is the instance's value."""
 
     @classmethod
     def of(cls, thing: object) -> Declared:
         """Return the declaration of an Environment class or instance, or of a function that returns an Environment.
 
-        The kinds are those named by `Environment[...]`, by the return type of `reset` and by `Environment.kinds`. If
-        `reset` returns `str`, the kind is `Text`. An environment that names no action type accepts `Answer`.
+        The kinds come from `Environment[...]`, the return type of `reset` and `Environment.kinds`. If `reset` returns
+        `str`, the kind is `Text`. An environment without an action type accepts `Answer`.
         """
         known = getattr(thing, "declared", None)
         if isinstance(thing, Declared) or isinstance(known, Declared):
@@ -74,7 +74,7 @@ class Declared:
 
     @functools.cached_property
     def digests(self) -> dict[str, str]:
-        """Maps `action:guess` or `observation:hint` to the digest of that kind's fields."""
+        """The digest of each kind's fields, under a key such as `action:guess` or `observation:hint`."""
         roles: dict[str, Mapping[str, type[Step]]] = {"action": self.actions, "observation": self.observations}
         return {f"{role}:{kind}": _digest(cls) for role, kinds in roles.items() for kind, cls in sorted(kinds.items())}
 
@@ -96,8 +96,7 @@ class Declared:
     def action(self, kind: str, content: Mapping[str, JsonValue], files: Mapping[str, object] | None = None) -> Action:
         """Return the action in a message. Raises BadAnswer if the kind is not declared or the content is invalid.
 
-        `files` holds the pictures that the content may refer to. It is `Item.received`, or RECORDED for a step of a
-        tape.
+        `files` holds the pictures for the content. It is `Item.received`, or RECORDED for a step of a tape.
         """
         return _read(self.actions, "action", kind, content, files)
 
@@ -108,8 +107,8 @@ class Declared:
         return _read(self.observations, "observation", kind, content, files)
 
     def holds(self, step: Step) -> bool:
-        """Return whether the exact class of `step` is declared. The other side would read an instance of a subclass as
-        one of the base class."""
+        """Return whether the exact class of `step` is declared. A subclass doesn't count, because the other side would
+        read the step as one of the base class."""
         return type(step) in (self.actions.get(step.kind), self.observations.get(step.kind))
 
 

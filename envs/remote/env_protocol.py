@@ -1,7 +1,7 @@
 """The messages between an environment and its remote clients. Each is one JSON object, whose field `t` names its type.
 
-A call has a number, and its answer has the same number. A step is sent as its kind and its pydantic dump. The same
-messages are carried by a WebSocket (`env_service.py`), by a pipe (`host.py`) and, if they fit, by OpenEnv's protocol
+An answer has the same number as its call. A step is sent as its kind and its pydantic dump. The messages travel over a
+WebSocket (`env_service.py`) or a pipe (`host.py`). As far as they fit, they are also translated to OpenEnv's protocol
 (`openenv_service.py`).
 
 Call     reset | step | finish | restore | close
@@ -56,8 +56,8 @@ class Item(Message):
     kind: str
     content: dict[str, JsonValue]
     files: dict[str, str] = Field(default={}, exclude_if=operator.not_)
-    """Maps the name of each picture in the step to its PNG in base64. These files count towards the size limit of a
-    message. The steps in a `restore` have no files."""
+    """The PNG of each picture in the step, in base64, by the picture's name. The files count towards the size limit of
+    a message. The steps in a `restore` have no files."""
 
     @classmethod
     def of(cls, step: Action | Observation, *, files: bool = True) -> Item:
@@ -278,7 +278,7 @@ def read_welcome(text: str | bytes) -> Welcome:
 
 
 def check_length(call: Call, text: str, most: int, remedy: str) -> None:
-    """Raise BadAnswer if `text`, the encoded call, has more than `most` bytes. The message ends with `remedy`."""
+    """Raise BadAnswer if `text`, the encoded call, has more than `most` bytes. The error message ends with `remedy`."""
     if len(text) * 4 > most and (size := len(text.encode())) > most:
         raise BadAnswer(f"this `{call.t}` has {size} bytes, and at most {most} are accepted; {remedy}")
 

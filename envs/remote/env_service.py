@@ -1,15 +1,15 @@
 """Serves an environment on a port, with one instance for each WebSocket session.
 
-Every client needs the token. `HttpService` checks each request, including one that opens a WebSocket. `ServiceLimits`
-bounds the resources that clients can use, and a client that exceeds a limit is refused before it costs resources.
+Every client needs the token. `HttpService` checks it in every request, including those that open a WebSocket.
+`ServiceLimits` bounds the resources that clients can use. A client that exceeds a limit is refused before it uses any.
 Messages are JSON and can only become steps of declared kinds. OpenEnv's clients are served too, at `/ws`, `/schema` and
 `/metadata` (`openenv_service.py`).
 
 A session is one episode with one environment. Its calls are numbered from 1. A call with the next number is carried
-out. A call that repeats the last number and content gets the same answer and is not carried out twice, even if the
-first call is still running. Other numbers are refused. A session that lost its connection waits for a new connection.
-The session is closed after `window_seconds`, or earlier if a new client needs its place. OpenEnv's messages have no
-numbers, so a session with OpenEnv's protocol ends with its connection.
+out. If the client repeats the last call, it gets the same answer, and the call is carried out only once, even if it is
+still running. Other numbers are refused. After a lost connection, the session waits `window_seconds` for a new one. It
+is closed earlier if a new client needs its place. OpenEnv's messages have no numbers, so a session with OpenEnv's
+protocol ends with its connection.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from .remote_errors import BadAnswer
 
 log = logger("service")
 RECONNECT_SECONDS = 5.0
-"""Seconds for which a session that has made a call keeps its place without a connection. Its client tries to reconnect
-within this time."""
+"""Seconds for which a session keeps its place after a lost connection, so that its client can reconnect. A session that
+has received no call doesn't keep its place."""
 _AT_ONCE = 4
 """Unanswered calls allowed on one connection. A correct client has at most one, plus one when it closes."""
 
@@ -64,11 +64,11 @@ class ServiceLimits(Value):
     idle_seconds: float = Field(default=900.0, gt=0)
     """The longest time between two calls in a session, in seconds. The model samples an action in this time."""
     window_seconds: float = Field(default=30.0, gt=0)
-    """Seconds for which a session waits for its client after a connection broke."""
+    """Seconds for which a session waits for its client after a lost connection."""
     heartbeat_seconds: float = Field(default=20.0, gt=0)
     """Seconds between two pings. A client that doesn't answer a ping is considered gone."""
     retry_after: int = Field(default=1, ge=0)
-    """Seconds after which a client that found no free place may try again."""
+    """If all places are taken, seconds after which a client may try again."""
     grace_seconds: float = Field(default=5.0, ge=0)
     """Seconds for which running calls may continue when the service ends."""
 
@@ -98,8 +98,8 @@ class Session:
         return self.work is not None and not self.work.done()
 
     def abandoned(self, now: float) -> bool:
-        """Return whether a new client may take this session's place. This is so if the session has no connection, and
-        either has received no call or lost its connection at least RECONNECT_SECONDS ago."""
+        """Return whether a new client may take this session's place. The session must have lost its connection at least
+        RECONNECT_SECONDS ago, or at any time if it has received no call."""
         return self.expires is not None and (self._last == 0 or now - self.left_at >= RECONNECT_SECONDS)
 
     async def answer(self, call: Call, text: str) -> Answer:
@@ -164,9 +164,9 @@ class Service(HttpService):
     ) -> None:
         """`make` makes an instance for each session. It is a class, a function or a `Pool`.
 
-        `declared` is needed if neither the class nor a return type provides the declaration. Every client must send
-        `token`. If it is None, a new token is made, which clients of this user on this machine can find. `tasks` are
-        used for those clients of OpenEnv that bring no tasks.
+        `declared` is needed if neither a class nor a return type provides the declaration. Every client must send
+        `token`. If it is None, a new token is made, and this user's clients on this machine can find it. If a client of
+        OpenEnv sends no task, it gets one of `tasks`.
         """
         super().__init__(host, token)
         self.declared = declared or Declared.of(make)
@@ -214,9 +214,9 @@ class Service(HttpService):
         return len(self.sessions) + len(self._closing)
 
     def _refusal(self) -> web.Response | None:
-        """Return None if a place is free for a new client, otherwise the response that refuses the client.
+        """Return the response that refuses a new client, or None if a place is free.
 
-        In the latter case, the session that was abandoned first is ended, so that its place becomes free for a retry.
+        Before a refusal, the session that was abandoned first is ended, so that its place becomes free for a retry.
         """
         if not self._ending and self.occupied < self.limits.sessions:
             return None
@@ -233,7 +233,7 @@ class Service(HttpService):
         return session
 
     def _finish(self, session: Session) -> None:
-        """End the episode. The environment is released in the background. Only then is the place free."""
+        """End the episode. The place becomes free when the environment has been released in the background."""
         session.over = True
         if self.sessions.pop(session.id, None) is None:
             return
@@ -277,7 +277,7 @@ class Service(HttpService):
         return socket
 
     async def _heard(self, socket: web.WebSocketResponse, session: Session) -> str | None:
-        """Return the next message. Return None if the connection has ended or was idle for more than `idle_seconds`."""
+        """Return the next message, or None if the connection has ended or was idle for too long (`idle_seconds`)."""
         while True:
             try:
                 async with asyncio.timeout(self.limits.idle_seconds):

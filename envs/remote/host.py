@@ -61,7 +61,7 @@ from .remote_errors import BadAnswer
 
 log = logger("service")
 _ENDING = 3.0
-"""Seconds in which the environment of a worker must close after stdin has ended."""
+"""Time limit for a worker's environment to close after stdin has ended, in seconds."""
 
 
 class Host:
@@ -106,7 +106,7 @@ class Host:
                 self._code.close()  # the next episode gets its own task and context variables
 
     async def close(self) -> None:
-        """Release the instance, if there is one. An error in its `close` is only logged, since no call waits for it."""
+        """Release the instance, if one was made. An error in its `close` is only logged, since no call waits for it."""
         try:
             await self._code(self._release(), f"{self._declared.name}.close", self._seconds)
         except (asyncio.CancelledError, KeyboardInterrupt):

@@ -2,8 +2,8 @@
 
 OpenEnv (https://github.com/meta-pytorch/OpenEnv) serves environments at `/ws`. It accepts `reset`, `step`, `state` and
 `close` with plain objects, and answers with an observation, a reward and `done`. Its messages have no numbers, so a
-broken connection ends the episode. The protocol has no flag for truncation, so `done` always means `terminated`, and it
-has no `finish`, no `restore` and no pictures.
+broken connection ends the episode. The protocol has no flag for truncation, so `done` always means `terminated`. It
+also lacks `finish`, `restore` and pictures.
 """
 
 from __future__ import annotations

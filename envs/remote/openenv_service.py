@@ -1,10 +1,10 @@
-"""OpenEnv's protocol for the clients of a `Service`: its messages become calls, and answers become its messages.
+"""Serves OpenEnv's protocol: its messages become calls to a `Service`, and the answers become its messages.
 
-An action is sent as its fields, plus its `kind` if the environment accepts several kinds. The same holds for an
-observation. `reset` takes `seed` (for the environment's generator) and `task`. Without a task, the seed is used to draw
-one of the service's tasks. The reward is the sum of an outcome's components. The reward from `finish` is added to that
-of the last step. `done` means `terminated` or `truncated`, which OpenEnv's protocol doesn't distinguish. One connection
-may play several episodes in turn, each with a fresh environment.
+Actions and observations are sent as their fields. A field `kind` is added if the environment has several kinds. `reset`
+takes `seed` (for the environment's generator) and `task`. Without a task, the seed is used to draw one of the service's
+tasks. The reward of a step is the sum of its components. In the last step, it includes the components from `finish`.
+`done` means `terminated` or `truncated`, which OpenEnv's protocol doesn't distinguish. One connection may play several
+episodes in turn, each with a fresh environment.
 """
 
 from __future__ import annotations

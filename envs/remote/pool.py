@@ -52,7 +52,7 @@ class Pool:
 
         A class or function must be at the top level of a module. A name is `package.module:name` or `file.py:name`.
         `seconds` is the time limit for a call, after which the process is killed. `patience` is how long an episode
-        waits for a free process, in seconds. If either is None, there is no limit. `largest` is the size limit for a
+        waits for a free process, in seconds. None means no limit for either of them. `largest` is the size limit for a
         message, in bytes.
         """
         if processes < 1:
@@ -242,7 +242,7 @@ class LineProcess:
         )
 
     def ask(self, line: bytes) -> bytes:
-        """Send one line and return the answer, which is empty if the process has ended."""
+        """Send one line and return the answer. It is empty if the process has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line)
@@ -252,7 +252,7 @@ class LineProcess:
         return self.read()
 
     def read(self) -> bytes:
-        """Return the next line, which is empty if the process has ended, even in the middle of a line.
+        """Return the next line. It is empty if the process has ended, even in the middle of a line.
 
         Raises BadAnswer if the line is too long.
         """
@@ -263,7 +263,7 @@ class LineProcess:
         return line if line.endswith(b"\n") else b""
 
     def ended(self) -> int | None:
-        """Return the exit code, which is negative for a signal, or None while the process runs.
+        """Return the exit code, or None while the process runs. It is negative if a signal ended the process.
 
         WNOWAIT leaves the process unreaped, so its number stays reserved and `kill` can't hit another process.
         """

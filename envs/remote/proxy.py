@@ -1,4 +1,4 @@
-"""An Environment whose instance is in another process. Its methods send calls and return typed results.
+"""An Environment that runs in another process. Its methods send calls and return typed results.
 
 Subclasses carry the messages over a WebSocket (`remote_environment.py`), a pipe (`pool.py`) or OpenEnv's protocol
 (`openenv.py`). An exception in the remote environment is raised here under the same class name.
@@ -39,8 +39,8 @@ class Proxy(Environment[Action]):
     """Base class of remote environments. `_exchange` sends a call and returns its answer."""
 
     def __init__(self, declared: Declared, *, location: str = "", call_seconds: float | None = None) -> None:
-        """`location` is the environment's address in messages. By default it is the environment's name. `call_seconds`
-        is the time limit for a call, or None for no limit."""
+        """`location` stands for the environment in error messages. By default it is the environment's name.
+        `call_seconds` is the time limit for a call, or None for no limit."""
         self.environment = declared.name
         """The class name of the remote environment."""
         self.effect = declared.effect
@@ -104,7 +104,7 @@ class Proxy(Environment[Action]):
     async def _ask(self, call: Call) -> Result:
         """Send one call and return its result. If the answer is a Fault, raise its error.
 
-        If there is no valid answer, the episode accepts no more calls.
+        Without a valid answer, the episode accepts no more calls.
         """
         if self._over is not None:
             raise SessionLost(f"{self._location}: {self._over}")
@@ -133,7 +133,7 @@ class Proxy(Environment[Action]):
         return call.encoded()
 
     async def _exchange(self, call: Call, text: str) -> Answer:
-        """Send the message for one call and return its answer, checked by `_read`. Sets `_number` when sending."""
+        """Send the message `text` for one call, and set `_number`. Return the answer after checking it with `_read`."""
         raise NotImplementedError(f"{type(self).__qualname__} must define _exchange(call, text)")
 
     async def _abandon(self, cut: bool) -> None:

@@ -1,8 +1,8 @@
 """The client for an environment on a server.
 
 After a dropped connection, the client reconnects and repeats the call with the same number, so no action is carried out
-twice. If the server is full, the client retries at the time that the server names. Every wait is bounded. An answer
-must belong to the call and be of a declared kind. Otherwise the episode ends as an error of the environment.
+twice. If the server is full, the client waits at least as long as the server asks, then retries. Every wait is bounded.
+An answer must belong to the call and be of a declared kind. Otherwise the episode ends as an error of the environment.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class RemoteEnvironment(Proxy):
         """`environment` declares the expected kinds of steps. It is the environment's class or a `Declared`.
 
         `key_variable` names the environment variable that holds the server's token. `seconds` is the time limit for an
-        answer after the server has received the call. `patience` is the longest time, in seconds, for which each call
-        waits if the server is full or unreachable. `largest` is the size limit for a message, in bytes. Raises
-        ValueError if the address is invalid or contains a secret.
+        answer after the server has received the call. `patience` is how long a call may wait for a full or unreachable
+        server, in seconds. `largest` is the size limit for a message, in bytes. Raises ValueError if the address is
+        invalid or contains a secret.
         """
         if not url.startswith(("http://", "https://", "ws://", "wss://")):
             raise ValueError(f"server address {url[:60]!r}: must begin with http://, https://, ws:// or wss://")
@@ -98,9 +98,9 @@ class RemoteEnvironment(Proxy):
             raise self._error(answer)
 
     async def _exchange(self, call: Call, text: str) -> Answer:
-        """Return the answer to the call. After Unreachable or Full, the call is repeated for up to `patience` seconds.
+        """Send the call and return its answer. While the server is full or unreachable, retry for `patience` seconds.
 
-        When this time is over, Unreachable or Busy is raised.
+        Raises Busy or Unreachable when this time is over.
         """
         loop = asyncio.get_running_loop()
         until, pause = loop.time() + self._patience, _FIRST

@@ -10,7 +10,7 @@ RemoteError (TapereelError)
 ├── Hung (TimeoutError)             a call exceeded its time limit
 └── RemoteFault (RuntimeError)      the environment itself raised; the class has the name of the original exception
 
-On a tape each of them is a fault of the environment, so its episode is never trained on and is sampled again.
+On a tape, each of these errors is a fault of the environment. The episode is never trained on and is sampled again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Unreachable(RemoteError, ConnectionError):
 
 
 class Busy(RemoteError, ConnectionError):
-    """There was no free place for another episode."""
+    """The server or the pool has no free place for another episode."""
 
 
 class SessionLost(RemoteError, ConnectionError):

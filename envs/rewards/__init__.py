@@ -1,10 +1,10 @@
 """Rewards: functions and models that score an episode, or each of its actions.
 
-`sources` has the core: `Rewards`, `RewardSource`, and ensembles with a recipe for each label. The other modules make
-sources from names in a configuration (`named_rewards`), from reward models behind a URL (`reward_models`) or in this
-process (`local_models`), by comparing the attempts in a group (`relative`), and by checking mathematical answers
-(`mathematics`). Judges need an engine, so they are in `tapereel.agents.runs.judge`. This package imports `envs` and
-`tapes`, and no optional package before it is used.
+`sources` has the core: `Rewards`, `RewardSource`, and ensembles with a recipe for each label. `named_rewards` loads
+sources by their names in a configuration. `reward_models` scores with a model behind a URL, and `local_models` with a
+model in this process. `relative` compares the attempts in a group. `mathematics` checks mathematical answers. Judges
+need an engine, so they are in `tapereel.agents.runs.judge`. This package imports `envs` and `tapes`. Optional packages
+are imported at their first use.
 """
 
 from ...tapes.store.summary import GROUP_LAYER

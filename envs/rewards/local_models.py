@@ -1,7 +1,7 @@
 """A local reward model: a transformers model for sequence classification, in this process.
 
-Torch is imported and the model is loaded at the first score. For each batch of scores, the model is moved to its device
-and back afterwards, so that sampling and training can use the device's memory.
+Torch is imported and the model is loaded at the first score. The model is moved to its device before each batch of
+scores, and back after it. Between batches, sampling and training can use the device's memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LocalOptions(TypedDict, total=False):
 
 
 class LocalReward:
-    """Scores samples with a model that returns one logit per sample, in `logits` or `score` or as a bare tensor."""
+    """Scores samples with a model that returns one logit per sample, as `logits`, as `score` or as a bare tensor."""
 
     def __init__(
         self,

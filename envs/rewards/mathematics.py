@@ -124,8 +124,8 @@ def math_reward(
 
 
 def equal(question: dict[str, str]) -> dict[str, bool | str]:
-    """Compare the answer with the reference. Return the result under `equal`, or under `failed` the reason why the
-    reference can't be used."""
+    """Compare the answer with the reference. The returned dict has the result as `equal`. If the reference can't be
+    used, it has the reason as `failed`."""
     from math_verify import parse, verify
 
     # math-verify's own time limits need signals and hide a timeout. Instead, the parent process kills this process.

@@ -26,7 +26,7 @@ FIELDS = {"queries": "query", "prompts": "prompt", "labels": "label", "reference
 
 
 def as_rewards(found: object, name: str = "") -> Rewards[Tape]:
-    """Convert `found` to `Rewards`. It is a `Rewards`, a `RewardSource`, or a function from a tape to its score."""
+    """Convert `found` to `Rewards`. It is a `Rewards`, a `RewardSource`, or a function that scores a tape."""
     if isinstance(found, Rewards):
         return found
     if isinstance(found, RewardSource):
@@ -54,8 +54,8 @@ def load_rewards(names: Sequence[str]) -> Rewards[Tape] | None:
 def load_reward(name: str) -> Rewards[Tape]:
     """Load a reward model at `http://...`, the `reward_func` in `file.py`, or `module:name`.
 
-    Raises UsageError if the name is invalid, or if it is an address that contains a secret, because the name would be
-    recorded with each score.
+    Raises UsageError if the name is invalid or is an address that contains a secret. The name is recorded with each
+    score.
     """
     if holds_secret(name):
         raise UsageError(

@@ -1,7 +1,7 @@
 """Rewards relative to the other attempts in a group.
 
-A source with `per="group"` scores the attempts after all of them have ended. Because their tapes are closed by then,
-its scores are recorded as a layer on each tape. Training adds this layer to the reward on the tape.
+A source with `per="group"` scores the attempts after all of them have ended. The tapes are closed then, so the scores
+are recorded as a layer on each tape. Training adds this layer to the reward on the tape.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def training_reward(tape: Tape) -> float | None:
 
 def comparable(tape: Tape) -> bool:
     """Return whether the tape can be trained on and no reward on it exceeds REWARD_LIMIT. Earlier versions could record
-    larger rewards, but with such a reward no attempt in the group has a finite advantage."""
+    larger rewards. A larger reward leaves no attempt in the group with a finite advantage."""
     return tape.trains and not any(abs(r.weight * r.value) > REWARD_LIMIT for r in counted(tape))
 
 

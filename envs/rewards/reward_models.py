@@ -33,7 +33,7 @@ LARGEST = 64 << 20
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 """HTTP statuses for which a retry of the same request may succeed."""
 LONGEST_WAIT = 60.0
-"""The longest wait between two tries, in seconds, even if the server asks for a longer wait."""
+"""The longest wait between two tries, in seconds. It also limits the wait that a server asks for."""
 
 
 ModelScore = float | Mapping[str, float] | None
@@ -96,7 +96,7 @@ def as_script(messages: Sequence[Message]) -> str:
 
 
 def checked(scores: object, samples: Sequence[Sample], who: str) -> list[ModelScore]:
-    """Return the scores. Raises WrongAnswer if their number differs from the number of samples, or if one is invalid.
+    """Return the scores as a list. Raises WrongAnswer unless there is one valid score for each sample.
 
     A valid score is a finite number, a mapping from names to finite numbers, or None.
     """
@@ -194,7 +194,7 @@ def model_source(
 
 
 class RewardServerFailed(TapereelError, ConnectionError):
-    """Every try of a request failed. The message names the reward model's server and the cause of the last failure."""
+    """All tries of a request failed. The message names the server, and the cause of the last failure."""
 
 
 class HttpOptions(TypedDict, total=False):
@@ -235,7 +235,7 @@ class HttpReward:
         if tries < 1:
             raise ValueError(f"tries must be at least 1, not {tries}")
         self.name = f"{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"
-        """The address without its user and query, which may be secret."""
+        """The address without the user and the query, because both may be secret."""
         self.tries, self.wait, self.timeout = tries, wait, timeout
         self._url, self._headers, self._key_variable = url, dict(headers or {}), key_variable
 

@@ -1,8 +1,8 @@
 """Rewards: named, weighted functions that score an episode or each of its actions.
 
-A source returns a number, named numbers, or None for no score, which is not the same as a score of zero. If a source
-fails, the whole tape stays unscored and the cause is recorded, because a sum without one of its parts would be a wrong
-reward that looks right.
+A source returns a number, named numbers, or None. None means no score, which differs from a score of zero. If a source
+fails, the cause is recorded and the whole tape stays unscored. A sum without one of its parts would look like a valid
+reward.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Scored:
     evidence: JsonValue = None
     """The reason for the score, such as a judge's question and answer. It is kept in the score's first record."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """The weight of each named number, by default 1. Each weight is multiplied by the weight of the source."""
+    """The weight of each named number, by default 1. It is multiplied by the weight of the source."""
 
 
 Score = float | Mapping[str, float] | Scored | None
-"""A number, recorded under the source's name, or named numbers (`source/name`), a `Scored`, or None for no score."""
+"""A number (recorded as `source`), named numbers (recorded as `source/name`), a `Scored`, or None for no score."""
 Scorer = Callable[[SubjectT], Score | Sequence[Score] | Awaitable[Score | Sequence[Score]]]
 
 
@@ -62,8 +62,8 @@ class RewardSource(Generic[SubjectT]):
     """The weight of the score in the reward, which is a sum. A score with weight 0 is only reported, as a metric."""
     per: Literal["episode", "step", "group"] = "episode"
     """The unit that is scored. With `step`, the function returns one score for each action on the tape, in order. With
-    `group`, it receives the closed tapes of all attempts in a group and returns one score for each tape, which is
-    recorded as a layer on that tape."""
+    `group`, it receives the closed tapes of all attempts in a group and returns one score for each tape. Each score is
+    recorded as a layer on its tape."""
     pure: bool = True
     """True if the score depends only on the tape, so that it can be verified later. False if it needs other resources,
     such as a judge model or a sandbox. A sync function that isn't pure runs in a thread, since it may block."""
@@ -103,10 +103,10 @@ class Rewards(Generic[SubjectT]):
         return [source.name for source in (*self.sources, *self.relative)]
 
     async def score(self: Rewards[Tape], tape: Tape, *, layer: str | None = None) -> list[Reward]:
-        """Return the reward records for `tape`. If `layer` is not None, they form a later scoring with that name.
+        """Return the reward records for `tape`. With `layer`, they belong to the later scoring of that name.
 
-        If a source fails, every record has weight 0, so the tape stays unscored. The record of the failed source has
-        the value NaN, and the cause as its evidence. Actions that a fork inherits are scored only on the parent tape.
+        If a source fails, every record has weight 0, so the tape stays unscored. The failed source's record has the
+        value NaN, and its evidence is the cause. Actions that a fork inherits are scored only on the parent tape.
         """
         at = [k for k, step in enumerate(tape) if isinstance(step, Action)]
         results = await asyncio.gather(*(_ask(source, tape, len(at)) for source in self.sources))
@@ -125,8 +125,8 @@ class Rewards(Generic[SubjectT]):
     async def compare(self, tapes: Sequence[Tape]) -> dict[str, list[Reward]]:
         """Score a group with the sources that have `per="group"`. Return the records for GROUP_LAYER, by tape id.
 
-        If a source fails, every record on every tape has weight 0, because the attempts in a group are comparable only
-        if all are scored by the same sources.
+        If a source fails, every record on every tape has weight 0. The attempts in a group are comparable only if the
+        same sources have scored all of them.
         """
         results = await asyncio.gather(*(_ask(source, list(tapes), len(tapes)) for source in self.relative))
         failed = any(isinstance(result, RewardFailed) for result in results)
@@ -145,8 +145,8 @@ class Rewards(Generic[SubjectT]):
     async def outcome(self, subject: SubjectT) -> Outcome:
         """Score `subject` and return the scores as an outcome, for use in `Environment.finish`.
 
-        The outcome's reward has the weighted components, and its metrics are the components with weight 0. Raises
-        RewardFailed if a source fails, so that the episode ends unscored, as an error of the environment.
+        Components with weight 0 become the outcome's metrics. The others, multiplied by their weights, become its
+        reward. Raises RewardFailed if a source fails. The episode then ends unscored, as an error of the environment.
         """
         for source in (*self.sources, *self.relative):
             if source.per != "episode":
@@ -175,7 +175,7 @@ class Rewards(Generic[SubjectT]):
 
 
 class rewarded:
-    """An environment factory that adds rewards to those that its instances already have."""
+    """An environment factory that adds further rewards to each instance."""
 
     def __init__(self, make: EnvironmentFactory, rewards: Rewards[Tape]) -> None:
         check_factory(make)
@@ -201,7 +201,7 @@ class _Part(NamedTuple):
     """One number in a source's score."""
 
     place: int | None
-    """The index of the scored action, or of the scored tape in its group, or None for the whole episode."""
+    """The action's index (`per="step"`) or the tape's index in its group. It is None for the whole episode."""
     name: str
     value: float
     weight: float = 1.0
@@ -271,7 +271,7 @@ def _failure(source: RewardSource[Any], what: str, error: BaseException) -> Rewa
 
 
 def _frame(source: RewardSource[Any], failure: RewardFailed) -> str | None:
-    """Return the line that raised. If this module rejected the score, return the first line of the function."""
+    """Return the line that raised the error. If this module rejected the score, return the source's first line."""
     frames = traceback.extract_tb(failure.__cause__.__traceback__ if failure.__cause__ is not None else None)
     code = getattr(source.score, "__code__", None)
     if code is not None and (not frames or frames[-1].filename in (__file__, check_reward.__code__.co_filename)):
@@ -299,7 +299,7 @@ def _parts(source: RewardSource[Any], score: Any, place: int | None) -> list[_Pa
 
 
 def reference_of(tape: Tape) -> JsonValue:
-    """Return `answer`, or else `reference`, from the task's private part, or all of this part if it isn't a dict."""
+    """Return `answer` or else `reference` from the task's private part. If this part isn't a dict, return all of it."""
     private = tape.begin.task.private
     if not isinstance(private, dict):
         return private
@@ -315,7 +315,7 @@ def label_of(tape: Tape) -> str | None:
 
 
 class NoRecipe(TapereelError, LookupError):
-    """There is no recipe for the task's label, or a part in the recipe returned no score."""
+    """The task's label has no recipe, or a part of the recipe returned no score."""
 
 
 def ensemble(
