@@ -1,7 +1,8 @@
 """`check_engine` tests an engine against the interface in `engine.py` and reports what its author should fix.
 
 The check sends a few short requests, one at a time and concurrently, cancels one, syncs weights if it was given some,
-and closes the engine. If the engine fails or hangs, the check reports a finding. It never raises or hangs.
+and closes the engine. If the engine fails or hangs, the check reports this as a finding. The check itself never raises
+or hangs.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ CHECKS = {
     "weights": "tokens carry the new version after sync_weights",
     "close": "close works, and works twice",
 }
-"""What is true if a check passes, by check. The checks run in this order."""
+"""For each check, what is true if it passes. The checks run in this order."""
 QUESTION: tuple[Message, ...] = ({"role": "user", "content": "Count from one to ten."},)
 VERSION = "check_engine:1"
 """Version name with which the check syncs `weights`."""
 TEXTS = "the engine gives texts without ids"
 TURNS = 5
-"""Number of event loop turns before the request is cancelled. An engine in this process has begun with it by then."""
+"""Number of event loop turns before the request is cancelled. An engine in this process has begun to work on the
+request by then."""
 
 
 class EngineReport(CheckReport):
@@ -72,10 +74,10 @@ def check_engine(
 ) -> EngineReport:
     """Test an engine and close it. `engine` may also be a class or (async) function without arguments that creates one.
 
-    All requests continue the conversation in `messages`. `weights` is a state dict to sync; if it is None, that check
-    is skipped. If `trainable` is true, capabilities that a `TrainableEngine` needs and this engine lacks are reported.
-    Each call may take `timeout` seconds. The check runs in its own thread and event loop, so it can be called from
-    anywhere, but can't test an engine that already runs in another event loop.
+    All requests continue the conversation in `messages`. `weights` is a state dict to sync. If it is None, the check
+    `weights` is skipped. If `trainable` is true, the check reports which capabilities of a `TrainableEngine` this
+    engine lacks. Each call may take `timeout` seconds. The check runs in its own thread and event loop, so it can be
+    called from anywhere, but can't test an engine that already runs in another event loop.
     """
     if not 0 < timeout <= threading.TIMEOUT_MAX / 12 or max_tokens < 1:
         raise UsageError(f"timeout is {timeout} and max_tokens {max_tokens}; both must be above 0")

@@ -1,8 +1,8 @@
 """The interface between the agent's model interface (`LLM`) and the engines that sample tokens.
 
-Every engine has the members of `Engine`. The set `Engine.can` names what an engine can do in addition to sampling (its
-capabilities). `MEMBERS` lists the members that each capability needs. Callers check for the capability, for example
-with `"score" in engine.can`, before they use these members. `check_engine` tests an engine against this interface.
+Every engine has the members of `Engine`. In addition, an engine may have capabilities, which are listed in
+`Engine.can`. `MEMBERS` lists the members that each capability needs. Callers first check for the capability, for
+example with `"score" in engine.can`, and then use its members. `check_engine` tests an engine against this interface.
 
 All episodes of a run share one engine. An engine owns its renderer, because the tokenizer belongs to the model. A
 request always carries messages. If the engine has a renderer, the request carries prompt token ids as well.
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 Finish = Literal["stop", "length", "tool_calls", "abort", "cancelled", "error"]
 SyncMode = Literal["reprefill", "drain"]
-"""What happens to completions in flight when weights change. `reprefill`: they continue after the new weights recompute
-their KV cache (exact). `drain`: they finish with the old weights while new requests wait (exact, slower)."""
+"""What happens to completions in flight when weights change. `reprefill`: their KV cache is recomputed with the new
+weights, and then they continue (exact). `drain`: they finish with the old weights while new requests wait (exact,
+slower)."""
 PublishMode = Literal["reprefill", "drain", "stale_kv", "abort"]
 """The modes of engines that support more than `SyncMode`. `abort`: completions in flight end, and the tokens sampled so
 far are recorded. `stale_kv`: completions continue with the KV cache of the old weights. Their log-probs then belong to
@@ -82,7 +83,7 @@ class Request:
     prompt: array[int] | None
     """All prompt ids (int32), or None for an engine without a renderer."""
     places: tuple[Place, ...] = ()
-    """Where pictures are in the prompt ids, in order. `picture` returns the bytes of their files."""
+    """Where the pictures are in the prompt ids, in order. `picture` returns the bytes of their files."""
     sampling: Sampling
     seed: int
     """A 64-bit seed. The same seed, prompt and weights give the same tokens, regardless of other running requests."""
@@ -92,7 +93,7 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     """Ids that end the completion, in addition to the model's own. The completion includes the id that ended it."""
     cache_key: str = ""
-    """Requests with the same key continue one conversation, so an engine may keep its KV cache between them."""
+    """Requests with the same key belong to one conversation. An engine may keep the KV cache between them."""
     on_partial: Callable[[Completion], None] | None = field(default=None, compare=False)
     """Called once if the request is cancelled, before CancelledError is raised. It gets what was sampled so far."""
     on_start: Callable[[], None] | None = field(default=None, compare=False)
@@ -109,7 +110,7 @@ class Request:
 Capability = Literal["pictures", "stats", "weights", "copies", "sleep", "score", "absence", "recorded"]
 """What an engine can do in addition to sampling."""
 TRAINING: tuple[Capability, ...] = ("stats", "weights")
-"""The capabilities that the training loop needs, which a `TrainableEngine` has."""
+"""The capabilities that the training loop needs. Every `TrainableEngine` has them."""
 
 
 class Engine(Protocol):
@@ -159,7 +160,7 @@ class Engine(Protocol):
 
 
 class EngineStats(Protocol):
-    """The engine's measurements from which performance metrics are computed."""
+    """Measurements of an engine, for computing performance metrics."""
 
     @property
     def busy_seconds(self) -> float:
@@ -168,7 +169,7 @@ class EngineStats(Protocol):
 
 
 class TrainableEngine(Engine, Protocol):
-    """An engine with the capabilities in `TRAINING`, whose weights the training loop can replace while it samples."""
+    """An engine with the capabilities in `TRAINING`. The training loop can replace its weights while it samples."""
 
     @property
     def stats(self) -> EngineStats:
@@ -192,8 +193,8 @@ class TrainableEngine(Engine, Protocol):
         the same time, and doesn't change `state` until the call returns.
 
         Raises ValueError, and changes nothing, if `version` was used before or `state` isn't a state dict of the model.
-        A version names one set of weights only. After any other exception, it is unknown which weights the engine has, so
-        it must refuse later requests."""
+        A version names one set of weights only. After any other exception, the engine's weights are unknown, and it
+        must refuse later requests."""
         ...
 
 
@@ -202,7 +203,7 @@ class EngineAbsence(Protocol):
 
     @property
     def seconds(self) -> float:
-        """Total number of seconds, since the engine was created, in which it waited because no server answered."""
+        """Seconds that the engine has spent waiting since it was created, because no server answered."""
         ...
 
     async def over(self) -> None:
@@ -211,7 +212,7 @@ class EngineAbsence(Protocol):
 
 
 class Budget(Protocol):
-    """The members of an episode's token budget that `CapableEngine.granted` reads."""
+    """An episode's token budget, with the members that `CapableEngine.granted` reads."""
 
     @property
     def limit(self) -> int | None:
@@ -229,8 +230,8 @@ Sampler = Callable[[Request], Awaitable[Completion]]
 
 
 class CapableEngine(TrainableEngine, Protocol):
-    """The members of all capabilities, for type checkers. No engine needs all of them. Check `engine.can` before you
-    call one of them, for example with `cast(CapableEngine, engine).sleep()`."""
+    """The members of all capabilities, for type checkers. An engine may lack some of them, so check `engine.can` first.
+    A call then looks like `cast(CapableEngine, engine).sleep()`."""
 
     @property
     def samplers(self) -> Mapping[str, Sampler]:
@@ -313,7 +314,8 @@ def _missing(engine: object, names: Iterable[str]) -> list[str]:
 
 
 def require(engine: object, needs: Iterable[Capability], use: str) -> None:
-    """Raise UsageError unless `engine` is an Engine with the capabilities in `needs`. `use` names what needs them."""
+    """Raise UsageError unless `engine` is an Engine with the capabilities in `needs`. `use` is the name of the
+    component that needs them, for the error message."""
     faults = incomplete(engine) or undeclared(cast(Engine, engine), needs)
     if faults:
         raise UsageError(
@@ -353,8 +355,8 @@ class EngineStopped(EngineError, RunStopped):
         self.reason = reason
 
     def at(self, progress: str, engines: Sequence[str] = ()) -> EngineStopped:
-        """Return the same error with the run's progress and instructions for resuming the run in its message. `engines`
-        names the engine settings whose `model` may differ in the resumed run."""
+        """Return this error with a longer message, which adds the run's progress and how to resume the run. `engines`
+        names the engine settings that may have another `model` in the resumed run."""
         go_on = "repeat it with `resume=True` for the others"
         if self.reason == "model" and engines:
             names = " or ".join(f"{engine}.model" for engine in engines)
@@ -369,8 +371,8 @@ class PromptTooLong(EngineError, ValueError):
 
 
 def one_temperature(request: Request) -> None:
-    """Raise EngineError if a request has `first_temperature`. Engines call this function, because sampling such a
-    request takes two requests."""
+    """Raise EngineError if a request has `first_temperature`. Engines call this function, because two temperatures take
+    two requests."""
     if request.sampling.first_temperature is not None:
         raise EngineError(
             f"first_temperature={request.sampling.first_temperature:g} takes two requests: ask with "
@@ -379,5 +381,5 @@ def one_temperature(request: Request) -> None:
 
 
 def error_text(error: Exception) -> str:
-    """Return the error's type and message, but no secrets from a server or library, because tapes are shared."""
+    """Return the error's type and message. Secrets from a server or library are removed, because tapes are shared."""
     return f"{type(error).__name__}: {without_secrets(error_message(error))}"

@@ -1,8 +1,8 @@
 """`TeamEngine` combines an engine for each agent path into one `Engine`, so that a tape can have several models.
 
-A request goes to the engine for its agent's path or, if there is none, for the nearest ancestor's path, or for the
-empty path. All engines with a renderer must have the same tokenizer and chat template, because a tape has only one of
-each. Answers from an engine without a renderer are recorded in tokens of that tokenizer.
+A request goes to the engine for its agent's path. If that path has no engine, the nearest ancestor with an engine is
+used. The last resort is the empty path. All engines with a renderer must have the same tokenizer and chat template,
+because a tape has only one of each. Answers from an engine without a renderer are recorded in tokens of that tokenizer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TeamStats:
     """Totals over all engines in a team."""
 
     busy_seconds: float
-    """Sum of the engines' busy times, where measured. Engines work concurrently, so it can exceed the wall time."""
+    """Sum of all measured busy times. It can exceed the wall time, because engines work concurrently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ class TeamAbsence:
 
 
 def check_sight(engine: Engine, shows: str | None) -> None:
-    """Raise UsageError if a run shows pictures, but `engine`, or one of the engines if it is a team, can't read them.
+    """Raise UsageError if a run shows pictures that `engine` can't read. In a team, every engine must be able to read
+    them.
 
     `shows` has the meaning of `LoadedSetup.shows`."""
     for one in engine.engines.values() if isinstance(engine, TeamEngine) else [engine]:
@@ -108,7 +109,7 @@ class TeamEngine:
 
     @property
     def context(self) -> int | None:
-        """The smallest `context` of any engine."""
+        """The smallest `context` of all engines."""
         return min((c for engine in self._distinct if (c := engine.context) is not None), default=None)
 
     @property
@@ -160,7 +161,7 @@ class TeamEngine:
         await cast(CapableEngine, self.lead).sync_weights(state, version, mode)
 
     def forget(self, cache_key: str) -> None:
-        """Call `forget` on every engine, because the key doesn't say which engine the conversation was with."""
+        """Call `forget` on every engine, because the key doesn't tell which engine had the conversation."""
         for engine in self._distinct:
             engine.forget(cache_key)
 
@@ -172,13 +173,13 @@ class TeamEngine:
 
 
 def lead_of(engine: Engine) -> Engine:
-    """Return the engine whose weights the loop replaces, which is a team's lead or `engine` itself."""
+    """Return the lead if `engine` is a team, and otherwise `engine` itself. The loop replaces this engine's weights."""
     return engine.lead if isinstance(engine, TeamEngine) else engine
 
 
 def check_writing(renderers: Mapping[str, Renderer | None]) -> None:
-    """Raise UsageError if the renderers differ in tokenizer or chat template. `renderers` maps the name of each engine
-    to its renderer; engines with None are always accepted."""
+    """Raise UsageError if the renderers differ in tokenizer or chat template. `renderers` holds the renderer of each
+    engine by its name. Engines without a renderer (None) are always accepted."""
     hashes = {
         name: (renderer.tokenizer_hash, renderer.template_hash)
         for name, renderer in renderers.items()

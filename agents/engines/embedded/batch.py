@@ -1,9 +1,9 @@
 """Continuous batching as a synchronous state machine, with slots, sampled tokens, and KV kept between turns.
 
-The running rows always fill the slots [0, b). A new row takes the next free slot, and the last row moves into the slot
-of a row that leaves. When new weights make the KV stale, all generations are evicted and join again, with their
-completions as part of the prompts, so new weights need no separate code path. Between two turns of a conversation, its
-KV is parked. The least recently used entry is evicted first.
+The running rows always fill the slots [0, b). A new row takes the next free slot. When a row leaves, the last row moves
+into its slot. When new weights make the KV stale, all generations are evicted. They join again with their completions
+as part of their prompts, so new weights need no separate code path. Between two turns of a conversation, its KV is
+parked. The least recently used entry is evicted first.
 
 This module has no event loop, requests or versions. The caller decides when to call each method.
 """
@@ -32,7 +32,8 @@ SPARE = 64
 parameters on one core, a second forward costs about as much as 64 tokens."""
 
 Family = list["Generation"]
-"""Generations that share one row of a prefill. The tokens of every other one are a prefix of the first one's tokens."""
+"""Generations that share one row of a prefill. The first generation's tokens begin with the tokens of each of the
+others."""
 
 
 @dataclass(slots=True)
@@ -71,14 +72,14 @@ class Generation:
     limit: int
     """The largest number of tokens to sample."""
     barred: tuple[int, ...]
-    """Ids that must not be sampled as one of the first `min_tokens` tokens."""
+    """Ids that must not occur among the first `min_tokens` sampled tokens."""
     min_tokens: int
     key: str
     """Key under which the KV is parked. If the key is empty, the KV isn't parked."""
     places: tuple[Place, ...] = ()
     """The pictures of the prompt, in order."""
     pixels: dict[int, Callable[[], Pixels]] = field(default_factory=dict)
-    """Maps `Place.key` to a function that returns the picture's pixels. The function may block."""
+    """For each `Place.key`, a function that returns the picture's pixels. The function may block."""
     positions: NDArray[np.int64] | None = None
     """Rotary positions of shape (axes, prompt + limit), or None if a token's position is its index."""
     ids: array[int] = field(default_factory=ints)
@@ -88,8 +89,7 @@ class Generation:
     slot: int = -1
     """The slot of the generation, or -1 while it is not running."""
     reused: int | None = None
-    """Number of prompt tokens whose KV was copied when the generation first joined a batch, or None before it has
-    joined one."""
+    """Number of prompt tokens for which KV was copied when the generation first joined a batch. None before that."""
     clean: bool = True
     """Whether the KV is finite and was computed by one version of the weights. Otherwise it must not be parked."""
 
@@ -125,12 +125,13 @@ class Batch:
         return self.parked.find(generation.key, _keys(generation), generation.places)
 
     def groups(self, generations: Iterable[Generation]) -> list[list[Family]]:
-        """Split new rows into prefills with rows of similar length, so that little of each prefill is padding."""
+        """Group new rows of similar length into prefills, so that each prefill has little padding."""
         out: list[list[Family]] = []
         real = 0
         families = [(self.missing(family[0]), family) for family in self._families(generations)]
         for new, family in sorted(families, key=lambda pair: pair[0]):
-            # Lengths ascend, so with this family the group is `new` wide. The left side is its size including padding.
+            # Lengths ascend, so the group becomes `new` columns wide with this family. The left side is the group's
+            # size with padding.
             if out and (len(out[-1]) + 1) * new <= (real + new) * 1.25 + SPARE:
                 out[-1].append(family)
                 real += new
@@ -140,9 +141,9 @@ class Batch:
         return out
 
     def _families(self, generations: Iterable[Generation]) -> list[Family]:
-        """Group generations whose tokens begin alike, so that a shared prompt is computed only once. A generation with
-        parked KV gets its own row, because the forward skips its first tokens, which may include another's last
-        token."""
+        """Group generations that begin with the same tokens, so that a shared prompt is computed only once. A
+        generation with parked KV gets its own row. The forward skips its first tokens, and they may include the last
+        token of another generation."""
         out: list[Family] = []
         whole: list[tuple[bytes, Generation]] = []
         for generation in generations:
@@ -161,8 +162,8 @@ class Batch:
         return out
 
     def join(self, families: Sequence[Family]) -> list[Generation]:
-        """Prefill `families` (at most `room` generations) in one forward with a row for each, and sample one token
-        after each generation. Returns the finished generations.
+        """Prefill `families` (at most `room` generations) in one forward, with one row for each family. Then sample one
+        token for each generation. Returns the finished generations.
 
         If the forward raises, no generation has joined."""
         first, computed = len(self.rows), [family[0] for family in families]
@@ -218,7 +219,7 @@ class Batch:
             last.slot = slot
 
     def evict(self) -> list[Generation]:
-        """Remove all rows without parking their KV. Returns their generations, which may join again, in slot order."""
+        """Remove all rows without parking their KV. Returns their generations in slot order. They may join again."""
         out, self.rows = self.rows, []
         for generation in out:
             generation.slot = -1
@@ -268,7 +269,7 @@ class Batch:
             self.stats.recomputed += new
 
     def _sample(self, first: int, logits: Tensor) -> list[Generation]:
-        """Sample one token for each row from slot `first` on. Returns the finished generations, which have left."""
+        """Sample one token for each row from slot `first` on. Returns the generations that have finished and left."""
         rows = self.rows[first:]
         at = slice(first, first + len(rows))
         # The random number depends on the position in the completion, not on the number of draws. A generation

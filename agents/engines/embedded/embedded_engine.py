@@ -1,12 +1,12 @@
 """The embedded engine samples a transformers model inside this process, in the event loop.
 
 Contract. Any number of concurrent requests share one batch. Every token carries the version of the weights that gave
-its log-prob. With `reprefill` and `drain`, that log-prob is exact for those weights and the full prefix (float32). A
-request ends with a completion, with an `EngineError`, or with a cancellation that reports the partial completion, and
-never hangs. After each decoding step, the engine yields to the event loop. An idle engine has no task.
+its log-prob. With `reprefill` and `drain`, the log-prob is exact for these weights and the full prefix (float32). A
+request never hangs. It ends with a completion, an `EngineError`, or a cancellation that reports the partial completion.
+After each decoding step, the engine yields to the event loop. An idle engine has no task.
 
 Concurrency. One driver task runs all forwards in the event loop's thread. Methods change state only between two awaits,
-so the state needs no lock. A trainer uses another copy of the model, possibly in another thread, but must call
+so the state needs no lock. A trainer uses another copy of the model and may run in another thread, but must call
 `sync_weights` in the event loop's thread.
 """
 
@@ -70,7 +70,8 @@ class _Flight:
     generation: Generation
     landed: asyncio.Future[Finish]
     spans: list[tuple[str, int, int]] = field(default_factory=list)
-    """Closed spans as (version, start, end). Tokens after the last one were sampled with the current version."""
+    """Closed spans as (version, start, end). Tokens after the last closed span were sampled with the current
+    version."""
     listener: Listener | None = None
     on_start: Callable[[], None] | None = None
     heard: int = 0
@@ -84,7 +85,7 @@ class _Flight:
             self.listener.tokens(ids[start:])
 
     def close_span(self, version: str) -> None:
-        """Close a span for `version` that has all tokens since the previous span."""
+        """Add a closed span for `version` with all tokens since the previous span."""
         start = self.spans[-1][2] if self.spans else 0
         if len(self.generation.ids) > start:
             self.spans.append((version, start, len(self.generation.ids)))
@@ -166,9 +167,9 @@ class EmbeddedEngine:
     async def complete(self, request: Request) -> Completion:
         """Sample a completion. Requests start in order of arrival as slots become free.
 
-        Raises `PromptTooLong`, or `EngineError` if the request is invalid or the model fails. The engine doesn't retry
-        a failed forward, because the caller decides whether to retry. If the call is cancelled, `request.on_partial`
-        gets the tokens sampled so far as a completion with finish `cancelled`."""
+        Raises `PromptTooLong`, or `EngineError` if the request is invalid or the model fails. A failed forward isn't
+        retried here. The caller decides whether to retry. If the call is cancelled, `request.on_partial` gets the
+        tokens sampled so far as a completion with finish `cancelled`."""
         self._check_loop()
         generation = self._generation(request)
         flight = _Flight(
@@ -217,10 +218,10 @@ class EmbeddedEngine:
     ) -> None:
         """Replace the weights with `state` between two decoding steps. Later tokens carry `version`.
 
-        Raises ValueError if the version was published before, unless the caller sets `again` to guarantee that the
-        weights are the same. Raises `UsageError`, before any change, if `state` isn't a state dict for this model.
-        `state` must not change until this method returns, so pass a copy if the weights are being trained. Parked KV is
-        dropped, and each conversation computes it again at its next turn."""
+        Raises ValueError if the version was published before. The caller may allow this with `again`, and then
+        guarantees that the weights are the same. Raises `UsageError`, and changes nothing, if `state` isn't a state
+        dict for this model. `state` must not change until this method returns, so pass a copy if the weights are being
+        trained. Parked KV is dropped, and each conversation computes it again at its next turn."""
         self._check_loop()
         if mode not in ("reprefill", "drain", "stale_kv"):
             raise ValueError(f"publish mode {mode!r}: must be reprefill, drain or stale_kv")
@@ -240,7 +241,7 @@ class EmbeddedEngine:
         self._decoder.check(state)
 
     def freeze(self) -> None:
-        """Stop sampling until `thaw` is called. Until then, requests and `drain` weight syncs wait."""
+        """Stop sampling until `thaw` is called. In the meantime, requests and `drain` weight syncs wait."""
         self._frozen = True
 
     def thaw(self) -> None:
@@ -317,7 +318,7 @@ class EmbeddedEngine:
         )
 
     async def _process(self, generation: Generation, request: Request) -> None:
-        """Process the pictures that the prefill will need, in threads. Raises EngineError if a picture can't be
+        """In threads, process the pictures that the prefill will need. Raises EngineError if a picture can't be
         processed."""
         pictures, reused = self._batch.pictures, self._batch.shared(generation)[1]
         if pictures is None or request.picture is None:
@@ -336,8 +337,8 @@ class EmbeddedEngine:
                 generation.pixels[place.key] = lambda held=held, again=again: held.pop() if held else again()
 
     def _completion(self, flight: _Flight, finish: Finish) -> Completion:
-        # If the request has left the batch, its spans were closed then, and this call changes nothing. A weight sync
-        # since then therefore can't give its tokens a later version.
+        # The spans of a request that has left the batch are closed already, and this call doesn't change them. A later
+        # weight sync therefore can't give its tokens a newer version.
         flight.close_span(self.version)
         generation = flight.generation
         usage = Usage(
@@ -423,8 +424,8 @@ class EmbeddedEngine:
         return bool(self._batch.rows) or any(self._may_join(generation) for generation in self._waiting)
 
     def _may_join(self, generation: Generation) -> bool:
-        """Return whether a generation may join. During a drain, only generations with sampled tokens may, because the
-        drain waits for them, and they may have been evicted."""
+        """Return whether a generation may join. During a drain, only generations with sampled tokens may. They can be
+        in the queue after an eviction, and the drain waits for them."""
         return not self._drains or bool(generation.ids)
 
     async def _drive(self) -> None:
@@ -506,7 +507,7 @@ class EmbeddedEngine:
             self._wake()
 
     def _drained(self) -> None:
-        """Let weight syncs that drain the batch continue if no generation with sampled tokens is in flight any more."""
+        """Let weight syncs that drain the batch continue if all generations with sampled tokens have ended."""
         if self._drains and not self._batch.rows and not any(s.ids for s in self._waiting):
             for drain in self._drains:
                 if not drain.done():
@@ -514,8 +515,9 @@ class EmbeddedEngine:
 
     def _swap(self, state: Mapping[str, Tensor], version: str, mode: PublishMode) -> None:
         # This method must not await, because a decoding step between closing the spans and loading would label tokens
-        # from the old weights with the new version. load() checks names and shapes before its first copy. After a
-        # device error during the copies, mixed weights have the old version, so the caller must stop sampling.
+        # from the old weights with the new version. load() checks names and shapes before its first copy. If a device
+        # error interrupts the copies, the weights are mixed and still have the old version, so the caller must stop
+        # sampling.
         for flight in self._flights.values():
             flight.close_span(self.version)
         self._decoder.load(state)
@@ -527,8 +529,8 @@ class EmbeddedEngine:
             for generation in self._batch.rows:
                 generation.clean = False
         else:
-            # The generations go back to the head of the queue in slot order, because _admit relies on their being
-            # before new requests. The new weights then prefill their prompts and completions.
+            # The generations go back to the head of the queue in slot order, before new requests, as _admit expects.
+            # The new weights then prefill their prompts and completions.
             self._waiting.extendleft(reversed(self._batch.evict()))
         self.version = version
         self.stats.swaps += 1

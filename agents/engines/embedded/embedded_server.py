@@ -1,4 +1,4 @@
-"""Serves the embedded engine over HTTP, with those vLLM routes that `connect` uses to sample and to sync weights.
+"""Serves the embedded engine over HTTP, with the vLLM routes that `connect` uses to sample and to sync weights.
 
     POST /inference/v1/generate, /inference/v1/abort_requests      GET /health, /version, /v1/models, /weight_info,
     POST /pause, /collective_rpc (reload_weights),                     /is_paused
@@ -66,8 +66,8 @@ class EngineServer(HttpService):
         slots: int = 64,
         capacity: int | None = None,
     ) -> None:
-        """Take ownership of `model`. Clients send `token` as their API key. If it is None, a new token is created,
-        which clients run by the same user on this machine find by themselves. `version` names the initial weights.
+        """Take ownership of `model`. Clients send `token` as their API key. If it is None, a new token is created.
+        Clients on this machine find it by themselves if they run as the same user. `version` names the initial weights.
         Raises UsageError if the token is too short."""
         super().__init__(host, token)
         self.name = name
@@ -88,7 +88,7 @@ class EngineServer(HttpService):
         await self.engine.close()
 
     def routes(self) -> Iterator[web.RouteDef]:
-        """Return those routes of a vLLM server that `connect` uses."""
+        """Return the vLLM routes that `connect` uses."""
         answers: dict[str, Callable[[web.Request], Any]] = {
             "/health": lambda _: {},
             "/version": lambda _: {"version": f"tapereel {installed('tapereel')}"},
@@ -197,7 +197,7 @@ class EngineServer(HttpService):
     def _likeliest(self, asked: Request, found: Completion, n: int) -> Sequence[Sequence[tuple[int, float]]]:
         """Return the `n` most probable (id, log-prob) pairs at the position of each token, or nothing if `n` is 0.
 
-        They come from one plain forward with the current weights, which may be newer than those that sampled the
+        They come from one plain forward with the current weights, which may be newer than the weights that sampled the
         tokens."""
         if not n or not found.ids or asked.prompt is None:
             return [()] * len(found.ids or ())
@@ -306,7 +306,7 @@ class _Stream:
             await self._send({"request_id": self._name, "choices": [{"index": 0, "token_ids": ids.tolist()}]})
 
     async def end(self, last: dict[str, Any]) -> web.StreamResponse:
-        """Send the last event, which is an error or the whole answer, except for ids that were sent already."""
+        """Send the last event, which is an error or the whole answer. Ids that were sent already are left out."""
         for choice in last.get("choices", ()):
             choice["token_ids"] = choice["token_ids"][self._sent :]
         await self._send(last)

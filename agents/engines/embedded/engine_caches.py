@@ -18,9 +18,9 @@ from ...vision.vision import Pixels, Vision
 from .kv_cache import SlotDecoder
 
 CACHE_BYTES = 1 << 29
-"""Maximum size in bytes of the pixel cache, and of the feature cache."""
+"""Maximum size in bytes of each of the two caches for pictures (pixels and features)."""
 TOWER_PATCHES = 1 << 14
-"""Number of patches after which the next picture goes to another vision tower call. It bounds the tower's memory."""
+"""After this many patches, the next picture goes to a new call of the vision tower. This bounds the tower's memory."""
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -75,8 +75,8 @@ class ParkingLot(BoundedCache[str, Parked]):
         """Return the entry under `key`, and the number of leading tokens that the prompt `keys` shares with it exactly.
         The shared part never ends inside a picture.
 
-        It never includes the prompt's last token, because that token's logits are needed for the next one, so a forward
-        must compute it."""
+        It never includes the prompt's last token either. A forward must compute this token, because its logits are
+        needed to sample the next one."""
         entry = self.get(key)
         if entry is None:
             return None, 0
@@ -105,8 +105,8 @@ class PictureFeatures:
             return found
 
     def of(self, shown: Mapping[int, Callable[[], Pixels]]) -> dict[int, Tensor]:
-        """Return the features of each picture, of shape (count, levels, D), by key. `shown` has a function for each
-        picture that returns its pixels. It is called only if the features must be computed."""
+        """Return the features of each picture, of shape (count, levels, D), by key. `shown` has one function for each
+        picture. It returns the pixels, and is called only if the features must be computed."""
         found = {key: features for key in shown if (features := self.features.get(key)) is not None}
         todo = [(key, pixels()) for key, pixels in shown.items() if key not in found]
         ends = accumulate(pixels.patches for _, pixels in todo)

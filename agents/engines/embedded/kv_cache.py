@@ -6,7 +6,8 @@ for reuse of a prefix, and for decoding. New tokens are right-aligned. The last 
 last column, and the model computes logits for this column only. KV of padding is written to the extra position at the
 end of each slot. The mask hides this position from every query.
 
-The cache supports full-attention decoders that compute the same with and without a cache, which the constructor tests.
+The cache supports full-attention decoders that give the same results with and without a cache. The constructor tests
+this.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Seen(NamedTuple):
     rotary: NDArray[np.int64] | None = None
     """Rotary positions of shape (axes, rows, columns), or None if a token's position is its index."""
     where: NDArray[np.int64] | None = None
-    """Index into `features` for each token, of shape (rows, columns), with -1 for a token without a feature. None if no
+    """For each token, its index into `features`, or -1 if it has no feature. The shape is (rows, columns). None if no
     token has a feature. `features` has shape (N, levels, D)."""
     features: Tensor | None = None
 
@@ -135,8 +136,8 @@ class SlotDecoder:
         self.vision = vision
         self._autocast = autocast
         self._body: Any = None
-        """Computes the hidden states, from which `_head` computes logits. If it is None, the model's forward does
-        both."""
+        """The module for the hidden states. `_head` then computes logits from them. If `_body` is None, the model's
+        forward does both."""
         if autocast is not None or vision is not None:
             base: Any = getattr(model, "get_base_model", lambda: model)()
             self._body, self._head = base.get_decoder(), base.get_output_embeddings()
@@ -172,10 +173,10 @@ class SlotDecoder:
     ) -> Tensor:
         """Feed tokens to the slots `first, first + 1, ...`.
 
-        `ids` has shape (rows, columns) and holds, right-aligned, `new[i]` tokens for row i. `have[i]` is the number of
-        tokens in the row's slot that already have KV. Afterwards, `have[i] + new[i]` tokens have KV, and the caller
-        must store this number. Returns float32 logits (n, vocabulary) after the tokens at `at`, a pair of index arrays
-        (rows, columns) into `ids`. By default, these are the last tokens of all rows.
+        `ids` has shape (rows, columns). Row i holds `new[i]` tokens, right-aligned. Before the call, `have[i]` tokens
+        in the row's slot have KV. Afterwards, `have[i] + new[i]` tokens have KV, and the caller must store this number.
+        `at` is a pair of index arrays (rows, columns) into `ids`. By default, it selects the last token of each row.
+        Returns float32 logits (n, vocabulary) after the tokens at `at`.
         """
         columns = ids.shape[1]
         position = (have + new - columns)[:, None] + np.arange(columns)
@@ -276,7 +277,8 @@ class SlotDecoder:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Copy `state` into the model's weights. Raises UsageError before the first copy.
+        """Copy `state` into the model's weights. Raises UsageError, and copies nothing, if `state` doesn't fit the
+        model.
 
         The slots still hold KV from the old weights, which the caller must drop or recompute."""
         self.check(state)
@@ -302,7 +304,8 @@ class SlotDecoder:
         return len(probe.layers), keys[1], keys[3]
 
     def _prove(self) -> None:
-        """Raise UnsupportedModel if prefill or decoding gives other logits than the plain forward. Zeroes all slots."""
+        """Raise UnsupportedModel if prefill or decoding gives other logits than the plain forward. All slots are zeroed
+        afterwards."""
         n = min(7, self.capacity)
         rows = min(2, self.slots)
         ids = (np.arange(1, n + 1) * 7919 % self.vocabulary)[None].repeat(rows, 0)

@@ -31,15 +31,15 @@ Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "
 Dtype = Literal["float32", "bfloat16"]
 """The dtype of a model's weights."""
 ADAPTERS = "adapter_config.json"
-"""peft's name for the file that names the base model of the adapters."""
+"""Name of peft's file about adapters, which contains the name of their base model."""
 
 
 ModelT = TypeVar("ModelT", bound="torch.nn.Module")
 
 
 LOADING: dict[str, bool] = {"local_files_only": True, "trust_remote_code": False}
-"""Arguments for transformers' `from_pretrained`. Without `trust_remote_code`, transformers asks on the terminal whether
-it may execute the code that a model folder names."""
+"""Arguments for transformers' `from_pretrained`. If `trust_remote_code` were missing, transformers would ask on the
+terminal whether it may run the code that a model folder names."""
 
 
 @dataclass(frozen=True)

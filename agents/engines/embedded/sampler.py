@@ -27,8 +27,8 @@ def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray
     """Return a float64 in [0, 1) for each (seed, position). It is SplitMix64's output at this position in the stream
     that starts from a hash of the seed.
 
-    Without the hash, two seeds whose difference is a multiple of the golden-ratio constant would give the same stream,
-    only shifted.
+    Without the hash, two seeds that differ by a multiple of the golden-ratio constant would give the same stream, only
+    shifted.
     """
     counters = (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     # uint64 arithmetic wraps modulo 2**64. The upper 53 bits fill the mantissa of a float64, so 1.0 can't occur.
@@ -77,7 +77,7 @@ def draw(
 def _filtered(p: Tensor, top_p: NDArray[np.float64], top_k: NDArray[np.int64]) -> Tensor:
     """Return `p` with zeros outside each row's candidates.
 
-    The candidates are the fewest of the `top_k` most probable tokens that together reach the share `top_p`."""
+    Of the `top_k` most probable tokens, the candidates are the first few that together reach the share `top_p`."""
     sorted_p, order = torch.sort(p, dim=-1, descending=True, stable=True)
     rank = torch.arange(p.shape[-1], device=p.device)
     most = torch.from_numpy(np.where(top_k > 0, top_k, p.shape[-1])).to(p.device)[:, None]

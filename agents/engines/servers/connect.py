@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from ...rendering.renderer import Renderer
 
 DIFFERENT = f"{UNKNOWN}the servers' weights differ"
-"""Version name that an engine has until its first weight sync if its servers have different weights, for example
-because one of them was restarted."""
+"""The engine's version name before the first weight sync if its servers have different weights, for example because one
+of them was restarted."""
 
 __all__ = ["connect", "probe"]
 
@@ -42,8 +42,8 @@ async def connect(
 ) -> RemoteEngine:
     """Return an engine that samples from the servers in `config`, or from `servers`, which the engine then owns.
 
-    If `weights` is true, weight syncs are possible. In this case, servers that were left paused are resumed, and
-    servers may have different weights, because the first weight sync makes them equal. `adapters` has the settings for
+    If `weights` is true, weight syncs are possible. Servers that were left paused are then resumed. Servers may have
+    different weights at first, because the first weight sync makes them equal. `adapters` has the settings for
     `publish: lora`. The call waits until all servers answer, but at most `config.patience` seconds.
 
     Raises EngineError if a server is unreachable or unsuitable, or if this process can't send weights to it. All
@@ -76,7 +76,7 @@ async def _connected(
     adapters: AdapterConfig | None,
     servers: Sequence[Server],
 ) -> RemoteEngine:
-    """Do the same as `connect`, but don't wait for servers that don't answer."""
+    """Do the same as `connect`, but without waiting for servers that don't answer."""
     adapted = weights and config.publish == "lora"
     syncs = await _syncs(config, servers, weights)
     if weights:

@@ -1,9 +1,9 @@
 """Starts a local vLLM server with the flags that training data requires, and stops all of its processes.
 
 By default, the server listens on loopback. For other addresses, the caller must set an API key. On loopback, a new key
-is created, because every user of a machine can connect to its loopback addresses. vLLM's own key check leaves some
-routes open, even those that receive weights. vLLM therefore loads our middleware (`request_checks.Guard`), which
-requires the key on every route and refuses web pages. Weight routes can be enabled (`control`) on loopback only.
+is created, because all users of the machine can connect to it. vLLM's own key check leaves some routes open, even those
+that receive weights. vLLM therefore loads our middleware (`request_checks.Guard`), which requires the key on every
+route and refuses requests from web pages. Weight routes can be enabled (`control`) on loopback only.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from .shared_memory import remember, sweep
 log = logger("launch")
 
 OURS = ("--host", "--port", "--uds", "--model", "--api-key")
-"""vLLM flags that `options` must not contain, because `LocalServer` itself decides which model is served, at which
-address, and with which key."""
+"""vLLM flags that `options` must not contain, because `LocalServer` itself sets the model, the address and the key."""
 GUARD = "tapereel_request_checks"
 """Name under which vLLM imports `request_checks`. It is a copy, since vLLM's interpreter may lack this package."""
 TRANSFER = [
@@ -116,8 +115,8 @@ class LocalServer:
         patience: float = 600.0,
     ) -> None:
         """`python` is an interpreter that has vLLM. `options` are additional flags for vLLM. `control` enables the
-        routes that receive weights. `transfer` adds vLLM's weight-transfer routes with Tapereel's backend, for which
-        the interpreter needs this package too. `lora_rank` reserves memory for adapters of this rank. `port` 0 selects
+        routes that receive weights. `transfer` adds vLLM's weight-transfer routes with Tapereel's backend. The
+        interpreter then needs this package too. `lora_rank` reserves memory for adapters of this rank. `port` 0 selects
         a free port. The server's output goes to `log`, by default a temporary file. `start` fails if the server doesn't
         answer within `patience` seconds. Raises ValueError if the arguments are unsafe or contradict each other."""
         if not is_loopback(host) and key_variable is None:
@@ -152,8 +151,7 @@ class LocalServer:
         self._lora = lora_rank is not None
         self._key = new_token() if key_variable is None else check_token(os.environ[key_variable])
         self.token_file: str | None = None
-        """The file in which clients of the same user find the key of the running server. None if the caller set a
-        key."""
+        """The file with the running server's key, for clients of the same user. None if the caller set a key."""
         self._guard: tempfile.TemporaryDirectory[str] | None = None
         self._log_path = log
         self._process: subprocess.Popen[bytes] | None = None
@@ -178,7 +176,7 @@ class LocalServer:
     @cached_property
     def _whole_prompts(self) -> list[str]:
         """Return flags that disable chunked prefill on vLLM's CPU build, or no flags for other builds. The CPU build
-        crashes if a request with a seed has its prompt chunked, because it can't rewind the random generator."""
+        can't rewind the random generator, so it crashes if the prompt of a request with a seed is chunked."""
         device = {**os.environ, **self._environment}.get("VLLM_TARGET_DEVICE")
         if device is None:
             asked = subprocess.run([self._python, "-c", _VERSION], capture_output=True, text=True, timeout=60.0)
@@ -201,8 +199,8 @@ class LocalServer:
         return self.url
 
     def _check_port(self) -> None:
-        """Raise EngineError if the address is in use. Otherwise `_up` would take another server's answer at this
-        address for the new server's."""
+        """Raise EngineError if the address is in use. Otherwise another server could answer there, and `_up` would
+        believe that the new server is up."""
         with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -214,8 +212,8 @@ class LocalServer:
                 ) from error
 
     def _spawn(self) -> None:
-        """Start the process in a new session, so that it leads a process group, which `stop` can signal with all
-        children."""
+        """Start the process in a new session. It then leads a process group with all its children, and `stop` can
+        signal the whole group."""
         environment = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",

@@ -79,7 +79,7 @@ is recorded."""
 _NO_KEY = re.compile(r"missing \w*credentials|missing (\w+ )?api key", re.IGNORECASE)
 """Matches messages about a missing API key. litellm raises them with status 500."""
 _NO_PROVIDER = "LLM Provider NOT provided"
-"""litellm's message, with status 400, if it can't tell the provider from the model's name."""
+"""litellm's message, with status 400, if it doesn't know the provider of the named model."""
 
 
 NEVER_RAN = r"coroutine '.*completion' was never awaited"
@@ -97,7 +97,8 @@ class HostedFailed(EngineError):
         self.after = after
         """Seconds to wait before a retry, as given by the `Retry-After` header, or None without this header."""
         self.away = away
-        """Whether the provider answers no requests at the moment, or None if it may only be slow to answer this one."""
+        """Whether the provider is answering no requests at the moment. None if it may only be slow with this
+        request."""
 
 
 @dataclass(slots=True)
@@ -115,7 +116,7 @@ class HostedStats:
 
 
 class LiteLLMEngine:
-    """Samples from a hosted model with the name that litellm has for it: `LiteLLMEngine("openai/gpt-4o-mini")`."""
+    """Samples from a hosted model, which is named as in litellm: `LiteLLMEngine("openai/gpt-4o-mini")`."""
 
     def __init__(
         self,
@@ -133,13 +134,13 @@ class LiteLLMEngine:
     ) -> None:
         """`key_variable` names the environment variable that holds the API key. By default, litellm reads the
         provider's usual variable. `seconds` is the timeout for one request. A failed request is retried at most
-        `retries` times, but while the provider answers no requests at all, it is repeated for up to `patience` seconds
-        instead. `backoff` is the first wait between two attempts, in seconds. It doubles each time.
+        `retries` times. If the provider is answering no requests at all, the request is instead repeated for up to
+        `patience` seconds. `backoff` is the first wait between two attempts, in seconds. Each further wait doubles.
 
         `budget` is in US dollars. `prices` are US dollars per million prompt tokens and per million completion tokens,
         for models whose prices litellm doesn't know. `options` are passed to litellm with each request. Raises
         ValueError if `options` has an argument that only the engine may set, if `base_url` contains a secret, or if
-        there is a budget but the prices aren't known."""
+        `budget` is set and the prices are unknown."""
         refuse_secret(base_url or "", "base_url")
         refused = sorted(name for name in options or () if name in OURS or names_secret(name))
         if refused:
@@ -467,8 +468,8 @@ def _tool_calls(message: Any) -> tuple[dict[str, Any], ...]:
 
 
 def _usage(answer: Any, prices: tuple[float, float] | None) -> Usage:
-    """Return the token counts and the cost in US dollars. Unknown values are None. litellm reports unknown counts as 0.
-    A prompt always has tokens, so if it has 0, the counts are unknown."""
+    """Return the token counts and the cost in US dollars. Unknown values are None. litellm reports unknown counts as 0,
+    so a count of 0 prompt tokens means that the counts are unknown."""
     usage = getattr(answer, "usage", None)
     if usage is None or not usage.prompt_tokens:
         return Usage()
@@ -494,7 +495,7 @@ _FINISH: dict[Any, Finish] = {
 
 
 def _connection_lost(error: BaseException | None) -> bool:
-    """Return whether an exception from litellm was caused by a failed connection, for which litellm uses status 500."""
+    """Return whether a failed connection caused this exception from litellm, which then has status 500."""
     while error is not None:
         # Classes are compared by name, because it depends on the provider whether litellm uses httpx or aiohttp.
         if any(kind.__name__ in ("TransportError", "ClientError", "OSError") for kind in type(error).__mro__):
@@ -504,9 +505,9 @@ def _connection_lost(error: BaseException | None) -> bool:
 
 
 def is_hosted(model: str) -> bool:
-    """Return whether `model` is a hosted model's name for litellm, either `provider/name` or a name without a provider.
-    It isn't if a folder has this name. It isn't either if it is `org/name` and litellm is missing or doesn't know the
-    provider, because it is then a model on the Hugging Face hub."""
+    """Return whether `model` is litellm's name for a hosted model, either `provider/name` or a name without a provider.
+    The name of a folder isn't one. If litellm is missing or doesn't know `org` as a provider, `org/name` is a model on
+    the Hugging Face hub."""
     provider, slash, _ = model.partition("/")
     if Path(model).is_dir():
         return False

@@ -1,8 +1,8 @@
 """Uses LoRA adapters on vLLM servers. Each version is an adapter with its own name, and the base weights never change.
 
-Contract. The whole completion is sampled with the adapter that is current when its request is sent. A weight sync
-therefore pauses no server and makes no KV cache stale, and a completion has one span. An old adapter is unloaded when
-no request uses it any more. If a publish fails, it raises an error, and the current version stays in use.
+Contract. A completion is sampled entirely with the adapter that is current when its request is sent, so it has one
+span. A weight sync therefore pauses no server and makes no KV cache stale. An old adapter is unloaded after its last
+request has ended. If a publish fails, it raises an error, and the current version stays in use.
 
 The servers must run with `--enable-lora` (`tapereel serve model --lora RANK`). This module doesn't import peft, because
 an adapter is just a folder in peft's format.
@@ -107,7 +107,8 @@ class AdapterEngine(RemoteEngine):
         self._adapters = adapters or AdapterConfig()
         self._base_label = version
         self._current: str | None = None
-        """Name of the adapter for new requests, or None before the first publish, while the base weights sample."""
+        """Name of the adapter for new requests, or None before the first publish, while requests use the base
+        weights."""
         self._uses: Counter[str] = Counter()
         """Number of requests in flight by adapter. An adapter with requests in flight must not be unloaded."""
         self._loaded: dict[str, Path] = {}
@@ -116,7 +117,7 @@ class AdapterEngine(RemoteEngine):
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "drain") -> None:
         """Use the adapters in `state` for new requests. Requests in flight keep the adapter that they began with.
 
-        Raises ValueError, before anything changes, if an argument can't be used. Raises PublishFailed if a server can't
+        Raises ValueError, and changes nothing, if an argument can't be used. Raises PublishFailed if a server can't
         load the adapter. The previous version then stays current, and the engine continues to sample."""
         self._check_version(version)
         if mode not in ("drain", "abort"):
@@ -153,8 +154,8 @@ class AdapterEngine(RemoteEngine):
             await super().close()
 
     async def _load(self, version: str, folder: Path) -> None:
-        """Load the adapter on all servers. If a server fails, unloads it from the others, because a later attempt with
-        the same version would otherwise fail there, and raises PublishFailed."""
+        """Load the adapter on all servers. If a server fails, unloads the adapter from the others and raises
+        PublishFailed. Without the unloading, a later attempt with the same version would fail there."""
         body = {"lora_name": version, "lora_path": str(folder)}
         results = await asyncio.gather(
             *(self._control(server, "/v1/load_lora_adapter", body) for server in self._servers), return_exceptions=True

@@ -10,9 +10,9 @@ from ....tapes.common.config import Config, FreeAtResume
 from ....tapes.common.redact import refuse_secret
 
 PublishWay = Literal["reload", "lora", "transfer", "nccl"]
-"""How servers receive new weights. `reload`: every server reloads a folder. `transfer`: vLLM reads files in shared
-memory, by its weight-transfer routes. `lora`: only adapters are sent, and each version has its own name. `nccl`: this
-process's GPU broadcasts to vLLM's GPUs."""
+"""How servers receive new weights. `reload`: every server reloads a folder. `transfer`: vLLM's weight-transfer routes
+read files in shared memory. `lora`: only adapters are sent, and each version has its own name. `nccl`: this process's
+GPU broadcasts to vLLM's GPUs."""
 
 
 def _without_password(url: str) -> str:
@@ -35,7 +35,7 @@ class RequestConfig(Config):
     seconds: float = Field(default=600.0, gt=0)
     """Time limit for one request, in seconds."""
     patience: float = Field(default=300.0, gt=0)
-    """How long a request is repeated, in seconds, for example while the server is paused or full."""
+    """Seconds for which a request is repeated, for example while the server is paused or full."""
 
 
 class NCCLConfig(Config):
@@ -58,9 +58,9 @@ class ServerSettings(RequestConfig):
     """Addresses of the servers, such as `http://127.0.0.1:8000`. If empty, the run starts vLLM on this machine, and
     stops it at the end."""
     publish: PublishWay = "reload"
-    """How servers receive new weights. `reload`: all servers reload a folder. `transfer`: vLLM reads shared memory, by
-    its weight-transfer routes. `nccl`: this process broadcasts the weights. `lora`: only adapters are sent
-    (`trainer.lora`), and each version has its own name."""
+    """How servers receive new weights. `reload`: all servers reload a folder. `transfer`: vLLM's weight-transfer routes
+    read shared memory. `nccl`: this process broadcasts the weights. `lora`: only adapters are sent (`trainer.lora`),
+    and each version has its own name."""
     weights_folder: Annotated[str | None, FreeAtResume] = None
     """The folder to which training writes new weights. The servers must be able to read it. If it is None, a temporary
     folder is used."""

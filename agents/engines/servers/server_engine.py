@@ -1,12 +1,14 @@
 """Samples from servers. Token ids go in, ids and log-probs come out, and weights may change during a completion.
 
-Contract. `complete` returns what a server sampled after exactly the request's prompt ids, with each token's log-prob
-and weight version, or raises `EngineError`. No request outlives its timeout. While no server answers, all requests wait
-and are repeated (`transport/absence.py`). All other retries are up to the agent's model interface (`LLM`).
+Contract. `complete` returns the tokens that a server sampled after exactly the request's prompt ids, each with its
+log-prob and weight version. Otherwise it raises `EngineError`. No request outlives its timeout. While no server
+answers, all requests wait and are repeated (`transport/absence.py`). All other retries are up to the agent's model
+interface (`LLM`).
 
-A conversation stays with one server, whose prefix cache holds it, until a request there fails. A new conversation goes
-to the server with the fewest requests in flight. If a request is cancelled, the engine aborts it at the server and
-passes the tokens sampled so far to `request.on_partial`. After a failed weight sync, the engine refuses all requests.
+A conversation stays with one server, because it is in the prefix cache there, until a request to that server fails. A
+new conversation goes to the server with the fewest requests in flight. If a request is cancelled, the engine aborts it
+at the server and passes the tokens sampled so far to `request.on_partial`. After a failed weight sync, the engine
+refuses all requests.
 """
 
 from __future__ import annotations
@@ -61,9 +63,9 @@ STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 HEALTH_SECONDS = 5.0
 """Time limit, in seconds, for finding out whether a server answers at all."""
 KEPT = 2
-"""For how many of the newest published versions the weights folder is kept."""
+"""Number of weights folders that are kept, one for each of the newest published versions."""
 REMEMBERED = 100_000
-"""Maximum number of conversations whose server is remembered. The oldest one is forgotten first."""
+"""Maximum number of conversations for which the server is remembered. The oldest conversation is forgotten first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,17 +86,18 @@ class Capabilities:
     takes_weights: bool
     """Whether the server has routes that receive new weights."""
     route: str
-    """Route for completions. It takes token ids, or it is a chat route that takes messages and returns ids."""
+    """Route for completions. It takes token ids, unless it is a chat route, which takes messages and returns ids."""
     sees: bool = False
-    """Whether the server reads pictures, with the same tokens as the local renderer."""
+    """Whether the server reads pictures, and turns them into the same tokens as the local renderer."""
 
 
 log = logger("engine")
 
 
 class ForeignWeights(EngineError):
-    """A server sampled with the wrong weights. They are older than those that were current when the request was sent,
-    or were never published by this engine. After a restart, a server has such weights until the next weight sync."""
+    """A server sampled with the wrong weights. Either they are older than the weights that were current when the
+    request was sent, or this engine never published them. A restarted server has wrong weights until the next weight
+    sync."""
 
 
 @dataclass(slots=True)
@@ -129,8 +132,8 @@ class RemoteEngine:
         takes_weights: bool = False,
     ) -> None:
         """`version` names the weights that the servers have now. `syncs` holds one `WeightSync` for each server. If
-        `takes_weights` is true, weights can be replaced. New weights are written to `config.weights_folder`, by default
-        a temporary folder, which the servers must be able to read. The folders of the `KEPT` newest versions are
+        `takes_weights` is true, weights can be replaced. New weights are written to `config.weights_folder`, which is a
+        temporary folder by default. The servers must be able to read it. The folders of the `KEPT` newest versions are
         kept."""
         self.name = f"{dialect.name}:{capabilities.model}"
         self.version = version
@@ -153,12 +156,12 @@ class RemoteEngine:
             within = SHARED_MEMORY if config.publish in ("transfer", "nccl") and SHARED_MEMORY.is_dir() else None
             self._temporary = Path(tempfile.mkdtemp(prefix="tapereel-weights-", dir=within))
         self._homes: OrderedDict[str, Server] = OrderedDict()
-        """The server whose prefix cache has the KV of a conversation, by the conversation's cache key."""
+        """For each conversation's cache key, the server that holds the conversation's KV in its prefix cache."""
         self._wellness = Wellness()
         self._flights: dict[str, Flight] = {}
         """Requests in flight, by request id."""
         self._versions = {version: 0}
-        """Numbers the versions in the order in which they were published. The first version, at connection, has 0."""
+        """The number of each version, in order of publication. The version at connection has number 0."""
         self._written: list[Path] = []
         """Folders with published weights, the oldest first."""
         self._publishing = asyncio.Lock()
@@ -168,11 +171,11 @@ class RemoteEngine:
         """`_moment` when the last sync in a mode other than `drain` began. Completions that were in flight at that time
         may have tokens from two versions."""
         self._restored: dict[str, int] = {}
-        """The `_moment` at which the weights of a restarted server were restored, by its address. All requests on it
-        ended at that moment. If a request had no token by then, its answer names no weight version."""
+        """For each restarted server's address, the `_moment` at which its weights were restored. All requests on the
+        server ended at that moment. If a request had no token by then, its answer names no weight version."""
         self._broken: Exception | None = None
-        """The error if a weight sync has failed. It is never cleared, because this engine can't know the weights any
-        more."""
+        """The error of a failed weight sync, or None. It is never cleared, because the weights stay unknown to this
+        engine."""
         self._since = 0.0
 
     @property
@@ -198,8 +201,8 @@ class RemoteEngine:
     async def complete(self, request: Request, *, server: Server | None = None) -> Completion:
         """Sample one completion on `server`, by default on the conversation's server.
 
-        Raises `PromptTooLong` or `EngineError`. If the call is cancelled, `request.on_partial` gets the tokens sampled
-        so far, provided that the server returns them within 10 seconds. Then CancelledError is raised."""
+        Raises `PromptTooLong` or `EngineError`. If the call is cancelled, the server has 10 seconds to return the
+        tokens sampled so far, and `request.on_partial` gets them. After that, CancelledError is raised."""
         self._check(request)
         flight = Flight(server or self._home(request.cache_key), uuid.uuid4().hex, self.version, server is not None)
         with self._flying(flight):
@@ -255,10 +258,10 @@ class RemoteEngine:
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "reprefill") -> None:
         """Replace the weights of all servers with `state`. Tokens sampled afterwards carry `version`.
 
-        Raises ValueError, before anything changes, if `state` doesn't fit the model or `version` was used before.
-        Raises PublishFailed if a step fails. The servers may then have different weights, so later requests are
-        refused. Raises EngineStopped if a server goes away during the sync, or doesn't answer within `patience` seconds
-        before it. Sleeping servers take their weights memory back for the sync, but sample only after `wake`."""
+        Raises ValueError, and changes nothing, if `state` doesn't fit the model or `version` was used before. Raises
+        PublishFailed if a step fails. The servers may then have different weights, so later requests are refused.
+        Raises EngineStopped if a server doesn't answer within `patience` seconds before the sync, or goes away during
+        it. Sleeping servers take back the memory for their weights, but sample only after `wake`."""
         self._check_version(version)
         if not self._takes_weights:
             raise ValueError(f"{self.name} takes no weights: it was connected for sampling only")
@@ -443,7 +446,7 @@ class RemoteEngine:
 
     @contextmanager
     def _sampling_with(self) -> Iterator[tuple[str, str]]:
-        """Yield the model's name at the servers and the weight version, for use in one request."""
+        """Yield the model's name on the servers, and the weight version. Both are for one request."""
         yield self.capabilities.model, self.version
 
     async def _answer(self, flight: Flight, request: Request, model: str) -> object:
@@ -464,11 +467,13 @@ class RemoteEngine:
 
     def _versioned(self, found: Sampled, flight: Flight) -> Sampled:
         """Return the answer with version spans. Raises ForeignWeights if a version is unknown, or older than the one
-        that was current when the request was sent. Raises EngineError if the answer names no versions but may mix two.
+        that was current when the request was sent. Raises EngineError if the answer names no versions and may contain
+        tokens from two.
 
-        If the answer has no spans, all tokens have `flight.version`, provided that no sync overlapped the request. If
-        `flight.moment` is odd, the request was sent during a sync. If `_mixed > flight.moment`, a sync in a mode other
-        than `drain` began later. A `drain` sync doesn't count, because it waits until the request has ended."""
+        If the answer has no spans and no sync overlapped the request, all tokens have `flight.version`. An odd
+        `flight.moment` means that the request was sent during a sync. `_mixed > flight.moment` means that a sync in a
+        mode other than `drain` began later. A `drain` sync doesn't count, because it waits until the request has
+        ended."""
         if not found.ids and found.finish == "abort" and self._restored.get(flight.server.url, 0) > flight.moment:
             problem = f"{flight.server} ended a request before its first token, to get the run's weights again"
             raise ForeignWeights(problem, retry=True)
@@ -522,7 +527,7 @@ class RemoteEngine:
         )
 
     def _home(self, key: str) -> Server:
-        """Return the conversation's server, or choose one. Without a conversation, the key is empty."""
+        """Return the conversation's server, or choose one. `key` is empty if the request has no conversation."""
         home = self._homes.get(key)
         if home is None:
             home = self._wellness.best(self._servers)

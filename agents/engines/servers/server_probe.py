@@ -1,4 +1,4 @@
-"""Measures what a server can do before the first token is recorded, and raises an error with the remedy.
+"""Before the first token is recorded, measures what a server can do. Errors contain the remedy.
 
 The probe finds out what kind of server it is, which route returns token ids, whether answers name weight versions, and
 whether the server can receive weights. No route reports the log-prob mode, so the probe measures it at temperature 1
@@ -32,7 +32,7 @@ SHARP = 0.1
 LISTED = 5
 """Number of log-probs to request. Two are needed, but the sampled token may replace the last one in the list."""
 REFUSED = (401, 403, 404, 405, 501)
-"""HTTP statuses with which servers answer if a route is disabled or missing."""
+"""HTTP statuses that servers return for a disabled or missing route."""
 
 
 async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabilities]:
@@ -106,7 +106,7 @@ def _question(renderer: Renderer, temperature: float, content: object = "1") -> 
 
 
 async def _sees(server: Server, dialect: Dialect, renderer: Renderer, model: str) -> bool:
-    """Return whether the server reads pictures. Raises EngineError if its tokens for one differ from ours."""
+    """Return whether the server reads pictures. Raises EngineError if its tokens for a picture differ from ours."""
     picture = await Picture.read(np.arange(48 * 80 * 3).astype(np.uint8).reshape(48, 80, 3))
     request = replace(_question(renderer, 1.0, [image_of(picture)]), picture=lambda _: picture.data or b"")
     body = dialect.body(request, model=model, request_id="tapereel-probe", stops=())

@@ -102,8 +102,8 @@ class SGLangWeights:
     async def free(self) -> None:
         """Resume a server that was left paused by a trainer that died. Does nothing if the server isn't SGLang.
 
-        SGLang has no route to ask whether it is paused, but resuming it has no effect if it isn't. The version is
-        right even after an interrupted sync, because one request sets weights and version together."""
+        SGLang has no route that reports a pause, but resuming a running server has no effect. The version is right even
+        after an interrupted sync, because one request sets weights and version together."""
         try:
             await self._post("/continue_generation", {})
         except ServerFailed as error:

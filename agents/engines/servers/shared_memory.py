@@ -1,10 +1,11 @@
 """Deletes the shared memory that a killed vLLM leaves in /dev/shm. It is hundreds of MiB each time.
 
 `remember` writes the names of a running server's segments and semaphores to a file that belongs to this user (a note).
-`sweep` deletes those in notes that no process maps any more. Segments that belong to other programs are in no note, so
-they are never deleted. Both functions do nothing on systems other than Linux.
+For each name in a note, `sweep` deletes the segment or semaphore if no process maps it any more. Segments of other
+programs are in no note, so they are never deleted. Both functions do nothing on systems other than Linux.
 
-Inodes are compared, not names, because a process maps a semaphore that it created by a name that no longer exists.
+Inodes are compared instead of names, because the process that created a semaphore maps it by a name that has been
+removed since.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def remember(session: int) -> None:
 
 
 def sweep() -> list[str]:
-    """Delete the segments and semaphores in notes that no process maps any more, and return their names."""
+    """Delete the noted segments and semaphores that no process maps any more, and return their names."""
     swept = []
     used = _mapped(None) if _notes().is_dir() else set()
     for note in _notes().glob("*.json"):
@@ -60,10 +61,11 @@ def _identity(name: str) -> list[int]:
 
 
 def _mapped(session: int | None) -> set[int]:
-    """Return the inodes of files in shared memory that processes in `session` map or hold open. None means all
-    sessions.
+    """Return the inodes of the shared memory files that processes in `session` map or hold open. If `session` is None,
+    the processes of all sessions count.
 
-    Other users' processes can't be read, but they can't map our segments either, which have the mode 0600."""
+    Other users' processes can't be read. They can't map our segments either, because the segments have the mode
+    0600."""
     return {
         inode
         for process in Path("/proc").glob("[0-9]*")

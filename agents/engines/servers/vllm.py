@@ -1,8 +1,8 @@
 """vLLM's dialects: `/inference/v1/generate` (ids in, ids out), and two others for servers that refuse this route.
 
-`/v1/completions` takes token ids. `/v1/chat/completions` takes messages. The server renders these with its own copy of
-the chat template and returns the prompt ids, which must equal the local renderer's ids. Chat answers are streamed, so
-that the tokens of a cancelled request are there without an abort route.
+`/v1/completions` takes token ids. `/v1/chat/completions` takes messages, and the server renders them with its own copy
+of the chat template. It returns the prompt ids, which must equal the local renderer's ids. Chat answers are streamed.
+If a request is cancelled, its tokens have arrived already, so no abort route is needed.
 
 The functions are pure, work on JSON values, and were written for vLLM 0.32 and 0.33. Requests contain every sampling
 parameter, because vLLM takes missing ones from the model's generation_config.json.
@@ -50,13 +50,14 @@ SCORING_ROUTE = "/v1/completions"
 
 
 def scoring(model: str, ids: Sequence[int]) -> Json:
-    """Return a body that asks for the log-probs of `ids` at temperature 1. It asks for one new token, vLLM's
-    minimum."""
+    """Return a body that asks for the log-probs of `ids` at temperature 1. It also asks for one new token, which is
+    vLLM's minimum."""
     return {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
 
 
 def scoring_shown(body: Json) -> Json:
-    """Extend the `Generate.body` of a request with pictures, so that it asks for the log-probs of the prompt too."""
+    """Return `body` with a field that asks for the prompt's log-probs. `body` comes from `Generate.body`, for a prompt
+    with pictures."""
     return body | {"sampling_params": {**cast(Json, field(body, "sampling_params")), "prompt_logprobs": 0}}
 
 
@@ -140,7 +141,8 @@ class Generate(_VLLM):
 
     def _shown(self, request: Request, prompt: array[int]) -> Json:
         """Return the body's fields for a request with pictures. The server puts the first picture at the first marker,
-        and so on. Raises EngineError if the model sampled a marker before a picture, which would be put there."""
+        and so on. Raises EngineError if the model sampled a marker before a picture, because the server would put the
+        picture there."""
         assert request.picture is not None
         assert self._pictures is not None
         ids, parts, end = list[int](), list[Json](), 0
@@ -204,7 +206,8 @@ class Chat(_VLLM):
     abort_id = "chatcmpl-{}"
 
     def __init__(self, template_kwargs: Mapping[str, object] | None = None) -> None:
-        """`template_kwargs` are the local renderer's, because the server must render with the same arguments."""
+        """`template_kwargs` are the arguments with which the local renderer renders. The server must use the same
+        ones."""
         self._template_kwargs = dict(template_kwargs or {})
 
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> Json:

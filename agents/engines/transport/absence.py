@@ -1,8 +1,8 @@
 """Decides how long requests wait for servers that don't answer, and when the run stops.
 
-All requests to an engine share one `Absence`. While no request is answered, all of them wait and try again, and after
-`patience` seconds `EngineStopped` ends the run. If a single request keeps failing for `patience` seconds while others
-are answered, only that request fails.
+All requests to an engine share one `Absence`. While no request is answered, all requests wait and are tried again.
+After `patience` seconds, `EngineStopped` ends the run. If a single request keeps failing for `patience` seconds while
+others are answered, only that request fails.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..engine import EngineError, EngineStopped
 log = logger("engine")
 
 NOTICE = 1.0
-"""Seconds without an answer after which a first message tells the user."""
+"""Seconds without an answer before the first message to the user."""
 REMINDER = 30.0
 """Seconds between two messages during one absence."""
 _SPENT = re.compile(r"insufficient[_ ]quota|exceeded your current quota|billing|credit balance", re.IGNORECASE)
-"""Matches errors about a spent budget. Some providers send them with status 429, as for a rate limit, or 400."""
+"""Matches errors about a spent budget. Some providers send them with status 400, or with 429 as for a rate limit."""
 _FLAGGED = re.compile(r"moderation|flagged|content.?(policy|filter)|safety", re.IGNORECASE)
 """Matches errors about one request's content. Some providers send them with status 403, as for a rejected key."""
 
@@ -92,7 +92,7 @@ class Absence:
         self._moved.set()
 
     def begin(self, now: float) -> float:
-        """Begin an absence at `now` after a failure, unless one has begun already. Returns its length so far in
+        """After a failure, begin an absence at `now`, or continue the current one. Returns its length so far in
         seconds."""
         if self.since is None:
             self.since, self._noticed, self._next_notice = now, False, now + NOTICE
@@ -112,7 +112,7 @@ class Absence:
 
 
 class Tries:
-    """Counts and spaces the tries of one request. Created by `Absence.request`."""
+    """The tries of one request, with a wait after each failure. Created by `Absence.request`."""
 
     def __init__(self, absence: Absence) -> None:
         self._absence = absence
@@ -122,7 +122,7 @@ class Tries:
 
     @property
     def alone(self) -> bool:
-        """Whether only this request fails, because others are being answered or were after its first failure."""
+        """Whether only this request fails. Others are being answered now, or were answered after its first failure."""
         since = self._absence.since
         return since is None or (self._first is not None and since > self._first)
 
@@ -130,8 +130,8 @@ class Tries:
         """Wait before the next try, because the server gave no answer. `after` is the wait in seconds that the server
         asked for.
 
-        Raises EngineStopped if no request to the engine was answered for `patience` seconds, or `error` if others were
-        answered in that time."""
+        Raises EngineStopped if no request to the engine was answered for `patience` seconds. Raises `error` if this
+        request has failed for `patience` seconds, but others were answered in that time."""
         absence, now = self._absence, time.monotonic()
         if self._first is None:
             self._first, absence._trying = now, absence._trying + 1

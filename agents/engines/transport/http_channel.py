@@ -1,7 +1,7 @@
 """Talks to one server in JSON over HTTP, with finite timeouts and a limit on the size of answers.
 
-`Server` never retries a request. `ServerFailed.retry` tells its caller whether a retry can help. `RemoteEngine` repeats
-requests that a busy server refused, and the agent's model interface (`LLM`) retries after other engine errors.
+`Server` never retries a request, but callers can see from `ServerFailed.retry` whether a retry can help. `RemoteEngine`
+repeats requests that a busy server refused, and the agent's model interface (`LLM`) retries after other engine errors.
 
 The API key is read from the environment for each request. No error message contains the key.
 """
@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
 AGAIN = (408, 429, 500, 502, 503, 504)
 """HTTP statuses for which a retry of the same request may succeed."""
 NO_ROUTE = (403, 404, 405)
-"""HTTP statuses with which servers answer requests to a route that is missing or turned off."""
+"""HTTP statuses that servers return for a route that is missing or turned off."""
 HINTS = {
     401: f"; is the API key right? {HOW_FOUND}",
     403: "; this route is off (vLLM: --enable-scale-out) or forbidden",
@@ -61,8 +61,8 @@ class ServerFailed(EngineError):
 
     @property
     def away(self) -> bool | None:
-        """Whether the server is away, which means that it is unreachable or accepts no requests at the moment. None if
-        that isn't known, because the cause may also be this request alone (a timeout, 408, 500)."""
+        """Whether the server is unreachable or accepts no requests at the moment. None if this is unknown, because the
+        request itself may also be the cause (a timeout, 408, 500)."""
         if self.slow or self.status in (408, 500):
             return None
         return self.retry
@@ -177,8 +177,8 @@ class Server:
         seconds: float,
         fresh: bool,
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
-        """Yield a successful answer, whose body hasn't been read, and the timeout, which is still running while the
-        caller reads the body. Raises ServerFailed for a status of 300 or above."""
+        """Yield a successful answer and the timeout. The caller then reads the body of the answer, and the timeout
+        still applies. Raises ServerFailed for a status of 300 or above."""
         where = f"{method} {self.url}{route}"
         key = self._key(where)
         headers = {"Authorization": f"Bearer {key}"} if key is not None else {}

@@ -120,9 +120,9 @@ class ChunkStream:
         return values
 
     def answer(self, *, cut: bool = False) -> Json:
-        """Return the answer in the form that it has without streaming. Raises BadAnswer if the stream is incomplete.
+        """Return the answer in the same form as an unstreamed answer. Raises BadAnswer if the stream is incomplete.
 
-        If the caller `cut` the stream, the answer so far is returned with finish reason `abort`."""
+        If the caller has ended the stream early (`cut`), the answer so far is returned with finish reason `abort`."""
         # A connection that was lost also ends the stream. Without this check, a truncated completion would be recorded
         # as a finished one.
         if not cut and not (self.done and "finish_reason" in self._choice):

@@ -1,4 +1,4 @@
-"""What requests and answers of all token servers have in common, and the checks before an answer becomes training data.
+"""Shared parts of the requests and answers of all token servers, and checks before an answer becomes training data.
 
 A `Dialect` builds JSON requests for one kind of server and reads its answers. Every answer goes through `sampled`,
 which rejects anything that would train the model on wrong values, such as different numbers of log-probs and ids,
@@ -21,10 +21,11 @@ from ....tapes.records import Message, Usage
 from ..engine import EngineError, Finish, Request
 
 FLOOR = -9000.0
-"""Log-probs at or below this value (nats) are rejected. Servers send -9999 if they don't know a log-prob. No token that
-a model really sampled has so low a value."""
+"""Log-probs at or below this value (nats) are rejected. Servers send -9999 if they don't know a log-prob. The log-prob
+of a token that was really sampled is never this low."""
 ABOVE_ZERO = 1e-3
-"""How far above zero (nats) rounding can lift the log-prob of a near-certain token. Such a value is read as 0."""
+"""Rounding can lift the log-prob of a near-certain token above zero, at most to this value (nats). It is then read as
+0."""
 
 
 LATEST = 3600.0
@@ -45,7 +46,8 @@ class BadAnswer(EngineError, ValueError):
 
 
 def reader(read: Callable[P, ReadT]) -> Callable[P, ReadT]:
-    """Decorate a function that parses answers: it then raises BadAnswer if any value in the answer has a wrong type."""
+    """Decorate a function that parses answers, so that it raises BadAnswer if a value in the answer has a wrong
+    type."""
 
     @functools.wraps(read)
     def checked(*args: P.args, **kwargs: P.kwargs) -> ReadT:
@@ -66,8 +68,8 @@ class Sampled:
     ids: array[int]
     """Sampled ids (int32), including the turn-ending id."""
     logprobs: array[float]
-    """Log-prob of each id in nats (float32), as the server returned it. `Capabilities.logprobs` says whether the server
-    computes log-probs before or after it applies temperature."""
+    """Log-prob of each id in nats (float32), as the server returned it. It was computed before or after temperature was
+    applied, as given by `Capabilities.logprobs`."""
     spans: tuple[tuple[str, int, int], ...] | None
     """(version, start, end) of each run of `ids`. The spans are half-open and contiguous, and cover all ids. None if
     the answer names no versions."""
@@ -80,7 +82,7 @@ class Sampled:
 
 
 class Dialect(Protocol):
-    """The format of requests and answers for one kind of server that samples ids after the ids of a prompt."""
+    """The format of requests and answers for one kind of server. The server samples ids after the ids of a prompt."""
 
     name: str
     """Kind of server. The engine's name, which is recorded with each call, starts with it."""
@@ -89,7 +91,7 @@ class Dialect(Protocol):
     streams: bool
     """Whether answers always arrive as chunks of a chat completion. If False, an answer is one JSON value."""
     tells: bool
-    """Whether requests can ask for a stream whose chunks name weight versions, as an unstreamed answer does."""
+    """Whether requests can ask for a stream with weight versions in its chunks, as in an unstreamed answer."""
 
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> Json:
         """Return `request` as a JSON body. The ids in `stops` end the completion."""
@@ -129,8 +131,8 @@ def sampled(
     """Check the fields of an answer and return the completion. Raises BadAnswer.
 
     `versions` is a list of {"version", "start", "end"}, `named` holds the ids that the log-probs belong to, `prompt`
-    holds the ids that the server read, and `places` holds the {"offset", "length"} of each picture. Each is None if the
-    answer doesn't contain it. If `prompt_needed` is true, an answer without `prompt` is rejected."""
+    holds the ids that the server read, and `places` holds the {"offset", "length"} of each picture. Each of these four
+    is None if the answer lacks it. If `prompt_needed` is true, an answer without `prompt` is rejected."""
     if not isinstance(ids, list) or not isinstance(logprobs, list):
         raise BadAnswer(
             f"the answer has token ids {_kind(ids)} and log-probs {_kind(logprobs)}: this server doesn't "
@@ -161,8 +163,8 @@ def sampled(
 
 
 def same_prompt(request: Request, found: Sampled) -> None:
-    """Raise EngineError, without retry, if the ids that the server read, or the places of pictures, differ from those
-    in `request`. The answer may lack the prompt ids only if the request has no pictures.
+    """Raise EngineError, without retry, if the server read other prompt ids than `request` has, or pictures at other
+    places. The answer may lack the prompt ids only if the request has no pictures.
 
     Log-probs are valid only after exactly the recorded prompt. With any other prompt, training would be wrong without
     any error."""
@@ -207,8 +209,8 @@ def checked_logprob(value: object, k: int) -> float:
 
 
 def _spans(versions: Any, n: int) -> tuple[tuple[str, int, int], ...] | None:
-    """Return the version spans. Raises BadAnswer unless they cover all `n` tokens in order, without gap or overlap,
-    because staleness is computed from the version of each token."""
+    """Return the version spans. Raises BadAnswer unless they cover all `n` tokens in order, without gap or overlap.
+    Staleness is computed from the version of each token."""
     if versions is None:
         return None
     try:
@@ -239,8 +241,8 @@ def _kind(value: Any) -> str:
 
 
 def field(value: object, *path: str | int) -> object:
-    """Return `value[path[0]][path[1]]...` from a JSON answer. Raises BadAnswer if it is missing, and names the
-    place."""
+    """Return `value[path[0]][path[1]]...` from a JSON answer. If a part of the path is missing, raises BadAnswer with
+    that part."""
     found: Any = value
     for k, step in enumerate(path):
         try:

@@ -4,10 +4,10 @@ The state machine has three known states. Each method is idempotent and leads to
 
     awake --sleep--> asleep --weights--> weights --wake--> awake      (wake also accepts asleep)
 
-A server that is `asleep` has neither weights nor KV on the GPU. In `weights`, it has only weights, so that a weight
-sync can write new ones. After a failed call the state is `unknown`, and the next call goes through all of its steps
-again. Before each step towards `awake`, `Sleeper` releases unused GPU memory that this process caches, and clears the
-server's prefix cache, whose keys and values no longer exist.
+A server that is `asleep` has neither weights nor KV on the GPU. In the state `weights`, it has only weights, so that a
+weight sync can replace them. After a failed call the state is `unknown`, and the next call goes through all of its
+steps again. Before each step towards `awake`, `Sleeper` releases the unused GPU memory that this process caches. It
+also clears the server's prefix cache, because its keys and values were freed.
 
 vLLM's routes are `/sleep` and `/wake_up`. On CUDA they need `--enable-sleep-mode`. The CPU build accepts both calls,
 but only pauses and frees no memory. SGLang's routes are `/release_memory_occupation` and `/resume_memory_occupation`.
@@ -41,11 +41,12 @@ class Rests(Protocol):
 
 
 class Sleeper:
-    """Puts all of an engine's servers to sleep and wakes them. All servers have the same state, or it is `unknown`.
+    """Puts all of an engine's servers to sleep and wakes them. All servers have the same state, unless the state is
+    `unknown`.
 
-    Each method sets the state to `unknown` before its first request, so after an error or a cancellation, the recorded
-    state is never one that only some servers have reached. A lock keeps the steps of concurrent calls apart. A failed
-    step is not retried, because the caller decides whether to retry."""
+    Each method sets the state to `unknown` before its first request. After an error or a cancellation, it stays
+    `unknown`, because only some servers may have reached the next state. A lock keeps the steps of concurrent calls
+    apart. A failed step isn't retried. The caller decides whether to retry."""
 
     def __init__(self, servers: Sequence[Rests], clear_own: Callable[[], None] | None = None) -> None:
         """`clear_own` releases GPU memory that this process caches. By default, it is `empty_cache`."""

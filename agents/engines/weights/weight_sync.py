@@ -1,10 +1,10 @@
 """Sends new weights to servers in a fixed order of steps, each with a timeout.
 
 `sync_servers` runs the steps pause, start, update, finish and resume on all servers. Every server must finish a step
-before the next step begins, because one server could otherwise sample with new weights while another still has the old
-ones. If a step fails, the server's weights are unknown, so `sync_servers` raises an error, and the engine must stop
-sampling. No step is retried, because after a timeout it may still be running on the server. Servers read the weights
-from a folder.
+before the next step begins. Otherwise one server could sample with new weights while another still has the old ones. If
+a step fails, the server's weights are unknown. `sync_servers` then raises an error, and the engine must stop sampling.
+Steps aren't retried, because after a timeout, a step may still be running on the server. Servers read the weights from
+a folder.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 UNKNOWN = "unknown: "
-"""Prefix of the version name if it isn't known which weights a server has."""
+"""Prefix of the version name if a server's weights are unknown."""
 
 
 class PublishFailed(TapereelError, RuntimeError):
-    """A step of a weight sync failed on a server. What this server samples from now on comes from unknown weights."""
+    """A step of a weight sync failed on a server. The server's weights are unknown from now on."""
 
 
 class WeightSync(Rests, Protocol):
@@ -48,8 +48,8 @@ class WeightSync(Rests, Protocol):
         ...
 
     async def start(self) -> None:
-        """Announce new weights. This is a separate step, so that if a server hangs here, no server has received weights
-        yet."""
+        """Announce new weights. If a server hangs in this step, no server has received weights yet, because all servers
+        load them in a later step."""
         ...
 
     async def update(self, folder: Path) -> None:
@@ -57,7 +57,7 @@ class WeightSync(Rests, Protocol):
         ...
 
     async def finish(self, version: str, mode: PublishMode) -> None:
-        """Set the version of later tokens. Except in the mode `stale_kv`, drop all KV from older weights too."""
+        """Set the version of later tokens. Also drop all KV from older weights, unless the mode is `stale_kv`."""
         ...
 
     async def resume(self) -> None:
@@ -110,12 +110,12 @@ class VLLMReload:
         await self._post("/resume")
 
     async def _call_weights(self, version: str) -> None:
-        """Name the weights that the server has now."""
+        """Set the version name of the weights that the server has now."""
         await self._post("/update_weight_version", {"new_version": version})
 
     async def free(self) -> None:
-        """See `WeightSync.free`. Does nothing if the server isn't paused or lacks the routes. Otherwise its weights may
-        be from two versions, so their version becomes unknown."""
+        """See `WeightSync.free`. Does nothing if the server isn't paused or lacks the routes. A paused server's weights
+        may be from two versions, so their version becomes unknown."""
         try:
             found = await self.server.get("/is_paused", seconds=self._seconds)
         except ServerFailed as error:
@@ -157,9 +157,9 @@ async def sync_servers(
 ) -> None:
     """Send the weights in `folder` to every server as `version`.
 
-    If a step fails, ends the completions in flight on all servers and raises PublishFailed, which names the step and
-    the server. Adds the seconds of each step to `timers`. If the call is cancelled, this cleanup doesn't happen, so
-    servers may stay paused (see `VLLMReload.free`)."""
+    Adds the seconds of each step to `timers`. If a step fails, ends the completions in flight on all servers and raises
+    PublishFailed, which names the step and the server. A cancelled call doesn't do this cleanup, so servers may then
+    stay paused (see `VLLMReload.free`)."""
     steps: list[tuple[str, Callable[[WeightSync], Awaitable[None]]]] = [
         ("pause", lambda sync: sync.pause(mode)),
         ("start", lambda sync: sync.start()),
@@ -189,7 +189,8 @@ async def _on_all(
     syncs: Sequence[WeightSync], step: Callable[[WeightSync], Awaitable[None]]
 ) -> tuple[WeightSync, Exception] | None:
     """Run a step on all servers concurrently. Returns the first server that failed and its error, or None."""
-    # `return_exceptions` makes gather wait for every server, so that the step runs nowhere when the cleanup begins.
+    # `return_exceptions` makes gather wait for every server, so the step has ended on all servers when the cleanup
+    # begins.
     results = await asyncio.gather(*(step(sync) for sync in syncs), return_exceptions=True)
     for sync, result in zip(syncs, results, strict=True):
         if isinstance(result, Exception):
@@ -225,16 +226,16 @@ def check_weights(state: Mapping[str, Tensor], model: Path) -> None:
 
 
 def _own(name: str) -> str:
-    """Return the weight's name without the parts `model` and `language_model`. In vision models, these parts are at
-    different places in a file's names than in a state dict's."""
+    """Return the weight's name without the parts `model` and `language_model`. In vision models, the names in a file
+    and the names in a state dict have these parts at different places."""
     return ".".join(part for part in name.split(".") if part not in ("model", "language_model"))
 
 
 def write_weights(state: Mapping[str, Tensor], folder: Path, model: Path) -> None:
     """Write `state` to `folder` as safetensors, with the configuration files from `model`.
 
-    The files are written to a hidden folder, which is renamed at the end, so `folder` is never incomplete. It may be
-    missing after a crash, because an existing `folder` is removed just before the rename."""
+    The files are written to a hidden folder, which is renamed at the end, so `folder` is never incomplete. An existing
+    `folder` is removed just before the rename, so after a crash, it may be missing."""
     from safetensors.torch import save_file
 
     partial = folder.with_name(f".{folder.name}.partial")
@@ -259,7 +260,7 @@ def write_weights(state: Mapping[str, Tensor], folder: Path, model: Path) -> Non
 
 
 async def weight_version(server: Server) -> str | None:
-    """Return the version that the server reports for its weights, or None if it has no route that reports one."""
+    """Return the version that the server reports for its weights, or None if it reports none."""
     for route in ("/weight_info", "/model_info"):
         try:
             found = await server.get(route, seconds=30.0)

@@ -84,7 +84,7 @@ def worker_info(*, address: str, port: int, workers: int) -> dict[str, object]:
 def update_info(state: Sequence[tuple[str, Tensor]]) -> dict[str, object]:
     """Return the names, dtypes and shapes of the tensors in a broadcast (`NCCLWeightTransferUpdateInfo`).
 
-    They must be in the order in which the tensors are sent, because the workers match them by position."""
+    `state` must be in sending order, because the workers match the tensors by position."""
     return {
         "names": [name for name, _ in state],
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in state],
@@ -186,8 +186,8 @@ async def _broadcast(pairs: Sequence[tuple[str, Any]], group: Any) -> None:
 
 
 def ports(address: str, first: int | None, count: int) -> list[int]:
-    """Return `count` ports, on each of which this process waits for one server's workers. The ports begin with `first`,
-    or are any free ones if it is None. Raises EngineError if this machine doesn't have the address."""
+    """Return `count` ports. On each port, this process waits for one server's workers. The ports begin with `first`, or
+    are any free ports if `first` is None. Raises EngineError if this machine doesn't have the address."""
     try:
         return [free_port(address) if first is None else first + k for k in range(count)]
     except OSError as error:
