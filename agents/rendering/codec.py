@@ -20,7 +20,7 @@ MarkedT = TypeVar("MarkedT")
 _MARK = "\ufdd0"
 _BREAK = _MARK + "1"
 _LITERAL = _MARK + "0"
-"""Replaces the mark, which is a Unicode noncharacter, where content itself contains it."""
+"""Replaces a mark that is in the content itself. The mark is a Unicode noncharacter."""
 
 
 class RenderError(TapereelError, ValueError):
@@ -55,8 +55,8 @@ class Codec:
                 f"{type(tokenizer).__name__} has no backend of the `tokenizers` library; load a fast one "
                 "(transformers.AutoTokenizer, or PreTrainedTokenizerFast(tokenizer_object=...))"
             )
-        # Padding, truncation and `encode_special_tokens` are part of the backend's state. It is copied, because if
-        # other users of the tokenizer changed this state, the same text would encode to other ids.
+        # Padding, truncation and `encode_special_tokens` are part of the backend's state. If other users of the
+        # tokenizer changed this state, the same text would encode to other ids. So the backend is copied.
         self._backend = type(backend).from_str(backend.to_str())
         self._backend.no_padding()
         self._backend.no_truncation()
@@ -76,10 +76,10 @@ class Codec:
         """The control tokens that the tokenizer marks as special."""
         unknown = str(tokenizer.special_tokens_map.get("unk_token"))
         self._ids = frozenset(id for token, id in self.control.items() if token != unknown)
-        """Ids that must never result from plain text. The unknown token's id isn't included, because it can."""
+        """Ids that plain text must never encode to. The unknown token is left out, because text can encode to it."""
         ids = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self.byte_ids = frozenset(id for id in ids if id is not None)
-        """Ids of single bytes (`<0x00>` to `<0xFF>`), if the tokenizer has any. Successive ones are decoded
+        """Ids of single bytes (`<0x00>` to `<0xFF>`), if the tokenizer has any. Successive byte ids are decoded
         together."""
         self._pattern = _any_of(self.control)
         self._newline = self._raw("\n")
@@ -99,9 +99,10 @@ class Codec:
     def mark(self, value: MarkedT, where: str, only: re.Pattern[str] | None = None) -> MarkedT:
         """Insert a mark into the text of every control token in `value` (text, or nested lists and dicts of text).
 
-        Returns the same object if nothing is to be marked. `where` names the value in error messages. `only` is given
-        for answers, in which the model may have sampled control tokens: just the tokens that it matches are marked, and
-        `refuse` has no effect. Raises RenderError if a token is refused, or can't be split as it is a single character.
+        Returns the same object if it needs no mark. `where` names the value in error messages. `only` is given for
+        answers, because the model may have sampled control tokens. Then only the tokens that match `only` are marked,
+        and `refuse` has no effect. Raises RenderError if a token is refused, or if a token is a single character, which
+        can't be split.
         """
         return cast(MarkedT, self._mark(value, where, only))
 
@@ -124,7 +125,7 @@ class Codec:
         return value
 
     def encode(self, text: str, *, after: int | None = None) -> list[int]:
-        """Encode marked text, which is a whole prompt or, if `after` is given, the part of a prompt after that id.
+        """Encode marked text. It is a whole prompt or, if `after` is given, the part of a prompt that follows this id.
 
         Raises RenderError if the ids contain a control token that isn't in the text.
         """
@@ -133,8 +134,8 @@ class Codec:
         ids = self._raw(first) if after is None else self._following(first, after)
         for piece in pieces[1:]:
             ids += self._middle(piece.replace(_LITERAL, _MARK))
-        # Even from marked text, a tokenizer that normalises text before it looks for tokens may produce a control
-        # token.
+        # A tokenizer that normalises text before it looks for tokens may produce a control token even from marked
+        # text.
         if sum(id in self._ids for id in ids) > len(self.controls(text)):
             read = [self.token(id) for id in ids if id in self._ids]
             raise RenderError(
@@ -152,7 +153,7 @@ class Codec:
         pattern, refuse = only or self._pattern, self._refuse and only is None
         if _MARK in text:
             text = text.replace(_MARK, _LITERAL)
-        # This is a loop, because what follows the mark in a token may contain another control token.
+        # This is a loop, because the rest of a token, after its mark, may contain another control token.
         while (found := pattern.search(text)) is not None:
             token = found.group()
             if refuse or len(token) == 1:
@@ -182,8 +183,9 @@ class Codec:
     def _middle(self, text: str) -> list[int]:
         """Encode `text` as a continuation of other text.
 
-        SentencePiece adds a space before the first word. To avoid it, the text is encoded with a newline in front,
-        whose ids are then removed. If the tokenizer merges the newline with the text, the text is encoded alone.
+        SentencePiece adds a space before the first word. To avoid this space, the text is encoded with a newline in
+        front, and the newline's ids are then removed. If the tokenizer merges the newline with the text, the text is
+        encoded alone.
         """
         ids = self._raw("\n" + text)
         n = len(self._newline)

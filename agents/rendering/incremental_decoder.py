@@ -23,17 +23,17 @@ class IncrementalDecoder:
         ending: str = "",
     ) -> None:
         """`decode` turns ids into text. `ends` has the ids that end an answer and aren't part of its text. `byte_ids`
-        has the ids of single bytes. Several of them are decoded together, so the text may change when another one
-        follows. `ending` is text before an end id that also belongs to the end of the answer, not to its text."""
+        has the ids of single bytes. Successive byte ids are decoded together, so the next one may change the text.
+        `ending` is the text that the template writes before an end id. It isn't part of the answer's text either."""
         self._decode, self._ending = decode, ending
         self._open = frozenset((*ends, *byte_ids))
         self._ids: list[int] = []
-        """The newest ids. Their text may have been returned, but it is needed to decode later ids, which can depend on
-        it."""
+        """The newest ids. They are kept even after their text was returned, because the text of later ids can depend on
+        them."""
         self._returned = 0
-        """For how many of `_ids` the text was returned already."""
+        """The text of this many ids at the beginning of `_ids` was returned already."""
         self._held = ""
-        """Decoded text that isn't returned yet, because it may be the beginning of `ending`."""
+        """Decoded text that is held back, because it may be the beginning of `ending`."""
 
     def feed(self, ids: Sequence[int]) -> str:
         """Add `ids` and return the text that is certain now. Text that later ids may change is held back.
@@ -58,6 +58,9 @@ class IncrementalDecoder:
 
 
 def overlap(text: str, word: str, *, whole: bool = False) -> int:
-    """Return how many characters at the end of `text` are the beginning of `word` (or all of `word`, with `whole`)."""
+    """Return the number of characters at the end of `text` that could be the beginning of `word`.
+
+    With `whole`, they may also be all of `word`.
+    """
     most = min(len(text), len(word) - (not whole))
     return next((n for n in range(most, 0, -1) if text.endswith(word[:n])), 0)

@@ -1,16 +1,16 @@
 """Token in, token out. A call's prompt consists of an earlier call's ids and of new ids for what came after that call.
 
 The template is rendered in full for every prompt, because only the full text shows whether the template rewrote
-history. If it didn't, the ids of the earlier prompt and of the *sampled* completion are kept, and only the text after
-them is encoded. If sampled text were encoded again, the ids could differ from the sampled ones, and training would use
-the wrong tokens. If the template did rewrite history, the setting `history` decides:
+history. If it didn't, the prompt keeps the ids of the earlier prompt and of the *sampled* completion, and only the text
+after them is encoded. Encoding sampled text again could give other ids, and training would then use the wrong tokens.
+If the template did rewrite history, the setting `history` decides what happens:
 
 - `sampled` keeps the sampled ids if only earlier answers were rewritten (thinking dropped, white space trimmed). After
   any other change (tools, system prompt, observations), a new row starts.
 - `template` starts a new row after every rewrite, so that the model always reads exactly what the template writes.
 
-`Rendered.split` says why a new row starts. If an answer was cut off by its length or a cancellation, the text that
-should end it is added as context. No id is ever added to a completion.
+`Rendered.split` says why a new row starts. If a length limit or a cancellation cut an answer off, the next prompt adds
+the text that should have ended the answer, as context. The completion itself keeps exactly the sampled ids.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
     from ..vision.vision import PictureTokens
 
 _BLANKS = "".join(map(chr, range(0xFDD2, 0xFDF0)))
-"""Unicode noncharacters. One of them takes the place of answers' texts where these texts must make no difference."""
+"""Unicode noncharacters. One of them replaces the text of answers in comparisons that must ignore this text."""
 
 __all__ = ["RenderError", "Rendered", "Renderer", "Track"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Track:
-    """A conversation up to one call's answer, which is included. Created by `Renderer.track` or `Renderer.retrack`."""
+    """A conversation that ends with the answer to one call. Created by `Renderer.track` or `Renderer.retrack`."""
 
     call: str
-    """Id of the call whose answer is the last one."""
+    """Id of the call that gave the last answer."""
     messages: tuple[Message, ...]
     """The conversation, including the last answer."""
     ids: array[int]
@@ -68,7 +68,7 @@ class Track:
     marked_tools: Any
     """`tools` with marks wherever they have the text of a control token."""
     cut: int
-    """Number of tokens in the conversation that were cut from the prompt, so that `ids` doesn't have them."""
+    """Number of tokens that were cut from the conversation to shorten the prompt. `ids` doesn't contain them."""
     places: tuple[Place, ...] = ()
     """Where pictures are in `ids`, in order."""
 
@@ -89,7 +89,7 @@ class Rendered:
     new: array[int]
     """The ids (int32) after the shared ones."""
     split: str | None
-    """Why a new row starts although there are tracks. None if the call extends the base, or if there are no tracks."""
+    """Why the call starts a new row. None if it extends the base, or if there were no tracks to extend."""
     messages: tuple[Message, ...]
     """All messages in the prompt."""
     tools: tuple[dict[str, JsonValue], ...] | None
@@ -133,9 +133,9 @@ class Renderer:
         end_tokens: Sequence[str] = (),
     ) -> None:
         """`pictures` knows the model's tokens for pictures and videos. If it is None, messages with pictures raise
-        RenderError. `template_kwargs`, such as `{"enable_thinking": False}`, are passed to the template. The tokens in
-        `end_tokens`, such as `("<|eom_id|>",)` for Llama 3 with tools, end an answer too, in addition to the template's
-        own end token and the end of sequence."""
+        RenderError. `template_kwargs`, such as `{"enable_thinking": False}`, are passed to the template. `end_tokens`
+        are further tokens that end an answer, in addition to the template's own end token and the end of sequence. For
+        Llama 3 with tools, this is `("<|eom_id|>",)`."""
         for name, value, known in (
             ("history", history, ("sampled", "template")),
             ("special_text", special_text, ("split", "refuse")),
@@ -154,7 +154,7 @@ class Renderer:
         self.marker: int | None = None if pictures is None else self._codec.control.get(pictures.marker)
         """The id that the template writes once for each picture, before the picture's tokens replace it."""
         self._markers: dict[int, str] = {}
-        """The kind of place (picture or video) for each id that the template writes once for a place."""
+        """The kind of place that each marker stands for (`image` or `video`), by the marker's id."""
         framing = (
             self._template.framing if pictures is None else self._template.framing | self._around_a_picture(pictures)
         )
@@ -176,8 +176,8 @@ class Renderer:
         tools: Sequence[dict[str, JsonValue]] | None = None,
         tracks: Sequence[Track] = (),
     ) -> Rendered:
-        """Render the prompt for the next answer in the conversation `messages`. Its ids continue the track that shares
-        the most messages with it."""
+        """Render the prompt for the next answer in the conversation `messages`. If possible, its ids continue the track
+        that shares the most messages with this conversation."""
         messages, tools = tuple(messages), tuple(tools) if tools else None
         base, shared = _longest(messages, tools, tracks)
         marked, marked_tools = self._mark(messages, tools, base, shared)
@@ -215,7 +215,7 @@ class Renderer:
         )
 
     def track(self, rendered: Rendered, *, call: str, reply: Message, completion: Sequence[int]) -> Track:
-        """Return the track after `completion` was sampled for `rendered`. In later prompts, this answer is `reply`."""
+        """Return the track after `completion` was sampled for `rendered`. Later prompts show this answer as `reply`."""
         completion = ints(completion)
         return Track(
             call=call,
@@ -290,7 +290,7 @@ class Renderer:
         return rendered.ids, self.completion(rendered, reply), rendered.places
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return a completion's text, except for the tokens that end the turn. Other control tokens are included."""
+        """Return a completion's text without the tokens that end the turn. Other control tokens are included."""
         n = len(ids)
         while n and ids[n - 1] in self.end_ids:
             n -= 1
@@ -309,15 +309,15 @@ class Renderer:
         return self._codec.decode(ids)
 
     def incremental_decoder(self) -> IncrementalDecoder:
-        """Return a decoder for a completion that is being sampled. Its pieces of text add up to what `decode`
-        returns."""
+        """Return a decoder for a completion that is being sampled. Together, its pieces of text equal the result of
+        `decode`."""
         return IncrementalDecoder(
             self._codec.decode, ends=self.end_ids, byte_ids=self._codec.byte_ids, ending=self._before_end
         )
 
     def probe(self) -> list[str]:
-        """Return sentences that say which parts of history this template rewrites or can't render, for a report when a
-        run starts."""
+        """Return sentences about the parts of history that this template rewrites or can't render. They are meant for a
+        report at the start of a run."""
         return self._template.findings()
 
     def _mark(
@@ -376,9 +376,9 @@ class Renderer:
         return around
 
     def _pictures_of(self, messages: tuple[Message, ...], text: str) -> list[Message]:
-        """Return the content parts for pictures and videos in `messages`. Raises RenderError if `text`, which is the
-        rendered prompt, doesn't have exactly one marker for each. Markers in the text of messages don't count, because
-        they are split by marks."""
+        """Return the content parts for pictures and videos in `messages`. `text` is the rendered prompt. Raises
+        RenderError if the template didn't write exactly one marker for each part. A marker in a message's own text
+        doesn't count, because a mark splits it."""
         if self.pictures is None:
             return []
         kinds = {self._codec.token(id): kind for id, kind in self._markers.items()}
@@ -394,8 +394,8 @@ class Renderer:
         return [part for _, part in found]
 
     def _expanded(self, ids: list[int], pictures: list[Message], at: int) -> tuple[array[int], tuple[Place, ...]]:
-        """Return the ids with each marker replaced by the tokens of its picture or video, and the places of these
-        tokens. `ids` are the prompt's tokens from index `at` on, so their markers belong to the last of `pictures`."""
+        """Replace each marker in `ids` by the tokens of its picture or video. Return the new ids and the places of
+        these tokens. `ids` is the end of the prompt, from index `at` on, so its markers belong to the last pictures."""
         if not pictures:
             return ints(ids), ()
         # Content never encodes to a control token (`Codec.encode`), so the template wrote all markers.
@@ -463,9 +463,11 @@ class Renderer:
     def _behind_rewritten(
         self, base: Track, marked: tuple[Message, ...], marked_tools: Any, text: str
     ) -> tuple[str | None, str | None]:
-        """Do the same as `_continue` for a template that rewrote history. Only earlier answers may have been rewritten.
+        """Return the same as `_continue`, for a template that rewrote history. Starts a new row if the template rewrote
+        more than earlier answers.
 
-        In the renderings that are compared, each answer is replaced by a blank, so that its text makes no difference.
+        The renderings that are compared have a blank in place of each answer, so the text of answers makes no
+        difference.
         """
         blank = next((char for char in _BLANKS if char not in text), None)
         if blank is None:
@@ -506,8 +508,8 @@ def _longest(
 ) -> tuple[Track | None, int]:
     """Return the track to continue and the number of messages that it shares with `messages`.
 
-    It is the longest track that `messages` begins with. Otherwise, it is the one that shares the most
-    messages. Among equals, a track with the same tools is preferred, and then the later one."""
+    If `messages` begins with the whole of one or more tracks, the longest of them is chosen. Otherwise, the track that
+    shares the most messages is chosen. Among equals, a track with the same tools wins, and then the latest track."""
     best: tuple[bool, int, bool, int] | None = None
     for place, track in enumerate(tracks):
         n = len(track.messages)

@@ -1,7 +1,7 @@
 """Finds out how a chat template ends answers, frames turns and rewrites history.
 
-The module renders small test conversations and examines the results. It never looks at the model's name. `renderer`
-combines what the template writes with sampled token ids.
+The module renders small test conversations and examines the results. It never looks at the model's name. The module
+`renderer` combines the template's text with sampled token ids.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CALL: dict[str, Any] = {
 
 
 def template_text(tokenizer: ChatTokenizer) -> str:
-    """Return the template's text, or all named templates as JSON. Raises UsageError if there is no usable template."""
+    """Return the template's text, or all named templates as JSON. Raises UsageError if none is usable."""
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
@@ -69,7 +69,7 @@ class Template:
             raise MissingExtra("jinja2", "train", "a chat template") from None
         self._refusals = (TemplateError, TypeError, KeyError, ValueError)
         self._wraps = False
-        """Whether text is passed to the template as a content part, because SmolVLM's template drops plain strings."""
+        """True if text must be passed to the template as a content part. SmolVLM's template drops plain strings."""
         as_text, as_part = (self._try([_say("user", content)]) or "" for content in ("Qx", _parts("Qx")))
         self._wraps = "Qx" not in as_text and "Qx" in as_part
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
@@ -87,13 +87,12 @@ class Template:
         whole, ended = (self._try([_say("user", "Qx")], prompt=prompt) or "" for prompt in (True, False))
         self._at_end = ended[len(_common(whole, ended)) :]
         self.framing: frozenset[str] = self._find_framing()
-        """Control tokens that frame turns. If their text appears in an answer, it is always plain
-        text."""
+        """Control tokens that frame turns. If their text appears in an answer, it is always plain text."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[object] | None = None, *, prompt: bool = True) -> str:
-        """Render a conversation as text. `prompt` adds the generation prompt, with which the next answer starts.
+        """Render a conversation as text. If `prompt` is true, add the generation prompt, which opens the next answer.
 
-        Raises RenderError if there are no messages or the template refuses them.
+        Raises RenderError if `messages` is empty or the template refuses it.
         """
         if not messages:
             raise RenderError("a prompt needs at least one message; got none")
@@ -141,7 +140,7 @@ class Template:
         """Return (`end_text`, `closing`, `ending`), found in the text after answers in test conversations.
 
         The first control token after an answer may end the answer or open the next user message. It ends the answer if
-        it also appears after the last answer, or doesn't appear before the first user message.
+        it also follows the last answer of a conversation, or if it is missing before the first user message.
         """
         user, answer, next_user = _say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")
         opening = self.render([user], prompt=False).partition("Qx")[0]
@@ -158,7 +157,8 @@ class Template:
         return "", "", ""
 
     def _find_end_ids(self, more: Sequence[str]) -> tuple[int, ...]:
-        """Return the ids that end an answer, each of them once. Raises RenderError if it finds none."""
+        """Return the distinct ids that end an answer. Raises RenderError if nothing ends an answer, or if a name in
+        `more` isn't a control token."""
         eos = self._tokenizer.special_tokens_map.get("eos_token")
         for name in more:
             if name not in self._codec.control:
@@ -185,8 +185,8 @@ class Template:
     def _find_framing(self) -> frozenset[str]:
         """Return the tokens that frame turns. They appear in test conversations around plain text, or end answers.
 
-        In earlier answers, the renderer splits the text of these tokens by marks. Tokens that belong in answers must
-        not be included, because an answer in which the model sampled one of them would then be rendered to other ids.
+        If the text of these tokens appears in an earlier answer, the renderer splits it with marks. So tokens that
+        belong in answers must be left out. Otherwise, a sampled token of an answer would later get other ids.
         """
         q, a, r = _say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")
         tool = {"role": "tool", "name": "lookup", "tool_call_id": _CALL["id"], "content": "Tx"}
@@ -202,8 +202,8 @@ class Template:
         return frozenset(found | {name for name in special if name in self._codec.control}) - self._opens_answers()
 
     def _opens_answers(self) -> set[str]:
-        """Return the control tokens with which the template begins an answer, such as `<think>`. They don't frame
-        turns."""
+        """Return the control tokens that the template writes at the beginning of an answer, such as `<think>`. They
+        don't frame turns."""
         asking = self.render([_say("user", "Qx")])
         history = self.render([_say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")]).partition("Ax")[0]
         opening: set[str] = set()

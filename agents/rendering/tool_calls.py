@@ -27,9 +27,8 @@ _SHAPE = 'A call is a JSON object with "name" and "arguments".'
 _HEAD = re.compile(r'\{\s*(?:"(?:type|id)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*("(?:[^"\\]|\\.)*")')
 """Matches the beginning of a call, up to and including its name, even if the rest isn't valid JSON."""
 _LEXED = re.compile(r'(?:[^"<\\]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
-"""Matches text that may be JSON. It ends at a string without an end, or at a `<` or `\\` outside of strings, so before
-the next mark, unless that mark is in a string. A match from that mark then ends before the mark after it, so reading
-takes linear time."""
+"""Matches text that may be JSON. The match ends before a `<` or `\\` outside of strings, and before a string without an
+end. So it never runs past the next mark outside of strings, and reading all calls takes linear time."""
 _TAGGED_END = re.compile(rf"\s*(?:{_END_TAG}|(?={_TAG})|\Z)")
 _ANY_TAG = re.compile(f"{_TAG}|{_END_TAG}")
 _SPACE = re.compile(r"\s*")
@@ -42,18 +41,18 @@ class CallsRead:
     """The function calls in a model's answer, and the text around them."""
 
     content: str
-    """The answer's text without the calls, but with thoughts. Without any calls, it is the whole text."""
+    """The answer's text with its thoughts and without its calls. Without any calls, this is the whole text."""
     calls: tuple[ToolCall, ...] = ()
     """All calls that could be read, in order."""
     problem: str = ""
-    """Sentences that tell the model why other calls couldn't be read. It is empty if all calls could be read."""
+    """Sentences that tell the model why some calls couldn't be read. Empty if all calls could be read."""
     chat: tuple[Message, ...] = ()
-    """All calls that have a name, in the chat format. Their arguments are JSON text or, if these can't be read, what
-    the model wrote. The id is empty if the engine gave none."""
+    """All calls that have a name, in the chat format. A call's arguments are JSON text, or the model's own text if it
+    isn't valid JSON. A call's id is empty if the engine gave none."""
 
 
 class _Written(NamedTuple):
-    """Where a call is in the answer's text, and its JSON, which may be invalid."""
+    """The position of a call in the answer's text, and the call's JSON, which may be invalid."""
 
     start: int
     end: int
@@ -70,9 +69,9 @@ def read_tool_calls(
     """Return the function calls in a model's answer.
 
     `tools` has the names or schemas of the offered tools. A JSON object after a mark such as `<tool_call>` is always a
-    call. Without a mark, it is a call only if it names an offered tool. If the engine has parsed calls itself, `native`
-    has them in the chat format, and the text isn't read. `thinking` is true if the prompt has opened a thought in
-    which the answer begins.
+    call. Without a mark, it is a call only if it names an offered tool. `native` has the calls that the engine itself
+    has parsed, in the chat format. If there are any, the text isn't read. `thinking` is true if the answer begins
+    inside a thought that the prompt has opened.
     """
     if native:
         return _read(text, [_native_call(call) for call in native])
@@ -90,13 +89,12 @@ def tool_name(schema: Mapping[str, JsonValue]) -> str:
 
 
 def free_prefix(text: str, fresh: bool, thinking: bool) -> tuple[int, bool, bool]:
-    """Return (n, fresh, thinking) for `text`, the part of an answer that a stream hasn't sent yet. Its first n
-    characters belong to the answer's content, whatever follows.
+    """Return (n, fresh, thinking) for `text`, the part of an answer that a stream has still to send.
 
-    `fresh` is true if a position follows the beginning of the answer or the end of a thought, with at most white
-    space in between. `thinking` is true if it is inside a thought. The arguments are for the beginning of `text`, and
-    the results are for position n. No part of what `read_tool_calls` may later read as a call is among the n
-    characters, because the stream would send it as text.
+    The first n characters are part of the answer's content, whatever text follows, so the stream can send them. They
+    never include text that `read_tool_calls` may later read as part of a call. `thinking` is true inside a thought.
+    `fresh` is true at the beginning of the answer and after a thought, as long as only white space has followed. The
+    arguments describe the beginning of `text`, and the results describe position n.
     """
     at = 0
     while True:
@@ -119,7 +117,7 @@ def free_prefix(text: str, fresh: bool, thinking: bool) -> tuple[int, bool, bool
 
 
 def _find(text: str, names: Collection[str], thinking: bool) -> list[_Written]:
-    """Return the calls that aren't in thoughts. A mark inside a string in a call is part of that call."""
+    """Return the calls outside of thoughts. If a string in a call contains a mark, the mark is part of that call."""
     found: list[_Written] = []
     at, fresh = 0, True
     while True:
@@ -142,7 +140,7 @@ def _find(text: str, names: Collection[str], thinking: bool) -> list[_Written]:
         elif mark is not None:
             at, thinking = mark.end(), mark[0] == _THINK
             if mark[0] == _END_THINK:
-                # A thought ends here that the prompt or a lost token opened, so everything before this was part of it.
+                # The prompt or a lost token opened the thought that ends here, so all text before this was part of it.
                 found.clear()
                 fresh = True
 
@@ -167,15 +165,15 @@ def _run(text: str, at: int) -> list[_Written]:
 
 
 _FORMATS: Mapping[str, Callable[[str, int], list[_Written]]] = {_TAG: _tagged, "<|python_tag|>": _run}
-"""Maps each format's mark to a function that gets the text and the index after the mark. It returns at least one call,
-which may be broken. `_find` itself handles calls without a mark (Llama 3)."""
+"""The function that reads each format's calls, by the format's mark. The function gets the text and the index after the
+mark. It returns at least one call, which may be broken. `_find` itself handles calls without a mark (Llama 3)."""
 _MARKS = (*_FORMATS, _THINK, _END_THINK)
 _MARK = re.compile("|".join(map(re.escape, _MARKS)))
 
 
 def _objects(text: str, at: int, names: Collection[str] | None = None) -> Iterator[_Written]:
     """Yield the JSON objects from `at` on, separated by white space or `;`. A broken object extends to the end of the
-    text. With `names`, the first object that names none of these tools ends the series."""
+    text. If `names` is given, the series ends before the first object that names none of these tools."""
     at = _after(_SPACE, text, at)
     lexed, before = _lexed(text, at), at
     while text.startswith("{", at):
@@ -190,13 +188,13 @@ def _objects(text: str, at: int, names: Collection[str] | None = None) -> Iterat
 
 
 def _lexed(text: str, at: int) -> str:
-    """Return the text from `at` on as far as it may be JSON. The parser doesn't get the whole text, because it counts
-    all lines before an error."""
+    """Return the text from `at` on, up to where it can't be JSON. Only this text is given to the parser, because after
+    an error the parser counts all lines before it."""
     return text[at : _after(_LEXED, text, at)] if text.startswith("{", at) else ""
 
 
 def _json_end(text: str, at: int) -> int | None:
-    """Return where the JSON object that begins at `at` ends, or None if there is no valid object."""
+    """Return the end of the JSON object that begins at `at`, or None if no valid object begins there."""
     try:
         return _json.raw_decode(text, at)[1] if text.startswith("{", at) else None
     except (ValueError, RecursionError):
@@ -204,8 +202,8 @@ def _json_end(text: str, at: int) -> int | None:
 
 
 def _begins_call(text: str, at: int, end: int | None, names: Collection[str]) -> bool:
-    """Return whether the JSON object text[at:end] has the name of an offered tool in the field for a tool's name. `end`
-    is None for broken JSON."""
+    """Return whether the JSON object text[at:end] is a call of one of the tools in `names`. For broken JSON, `end` is
+    None, and only the beginning of the object is read."""
     try:
         value = read_plain(text[at:end]) if end is not None else None
     except ValueError:
@@ -265,8 +263,8 @@ def _chat(name: str, arguments: JsonValue, id: str = "") -> Message:
 
 
 def _read(content: str, entries: Sequence[tuple[Message | None, str]]) -> CallsRead:
-    """Return the calls and faults in `entries`. An entry is a call in the chat format (or None) and its fault, which is
-    "" if no fault is known yet."""
+    """Return the calls and faults in `entries`. Each entry is (call, fault). `call` is in the chat format or None, and
+    `fault` is "" if no fault is known yet."""
     calls: list[ToolCall] = []
     problems: list[str] = []
     for k, (call, problem) in enumerate(entries):
@@ -304,14 +302,14 @@ def _around(text: str, calls: Sequence[_Written]) -> str:
 
 
 def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Return where the match of `pattern` at `at` ends, or `at` if it doesn't match there."""
+    """Return the end of the match of `pattern` at index `at`, or `at` itself if nothing matches there."""
     match = pattern.match(text, at)
     return match.end() if match is not None else at
 
 
 def tool_schema(tool: type[BaseModel] | dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return a tool's function schema in the chat format. A dict is returned unchanged. A step class's schema is built
-    from its kind, docstring and fields."""
+    """Return a tool's function schema in the chat format. A dict is returned unchanged. For a step class, the schema
+    is built from its kind, docstring and fields."""
     if isinstance(tool, dict):
         return tool
     schema = tool.model_json_schema()

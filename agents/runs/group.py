@@ -2,8 +2,8 @@
 
 `rollout_group`, `run`, `branch`, the training loop, evaluations and demonstrations all schedule episodes with these
 functions. A group consists of the attempts at one task, which are sampled in order to be compared. It closes when each
-attempt has a usable episode or no retry left, or at its deadline with the episodes that it has by then. `Closing` names
-the reason. Attempts belong to a group by its id, never by the text of their prompts.
+attempt has either a usable episode or no retry left. At its deadline, it closes with the episodes that it has by then.
+`Closing` names the reason. A group's attempts are found by the group's id, never by the text of their prompts.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 RETRIES = 1
-"""Maximum number of further episodes for an attempt whose episode can't be trained on."""
+"""Maximum number of retries of an attempt. An attempt is retried if its episode can't be trained on."""
 
 
 def needs_episode(usable: Sequence[bool], retries: int = RETRIES) -> bool:
     """Return whether an attempt needs another episode: none is usable, and at most `retries` episodes have failed.
 
-    `usable` says, for each episode of the attempt that ended by itself, whether it can be trained on. Episodes that a
-    crash or a deadline cut off don't count, because they say nothing about the attempt and would use up its retries.
+    `usable` has one value for each episode of the attempt, which is True if the episode can be trained on. Episodes
+    that a crash or a deadline cut off are left out. They say nothing about the attempt, and would use up its retries.
     """
     return not any(usable) and len(usable) <= retries
 
@@ -51,7 +51,10 @@ async def run_attempt(
     retries: int = RETRIES,
     may_retry: Callable[[], bool] = lambda: True,
 ) -> bool:
-    """Run episodes until the attempt needs no more, and note each in `usable`. Return False if `may_retry` refused."""
+    """Run episodes as long as the attempt needs one, and add each result to `usable`.
+
+    Returns False if `may_retry` refused a retry.
+    """
     retry = False
     while needs_episode(usable, retries):
         if retry and not may_retry():
@@ -65,11 +68,12 @@ async def run_attempt(
 async def run_all(
     items: Iterable[ItemT], work: Callable[[ItemT], Awaitable[ResultT]], *, concurrency: int | None = None
 ) -> list[ResultT]:
-    """Await `work(item)` for each item, started in order, at most `concurrency` at once. Return the results in order.
+    """Await `work(item)` for each item, and return the results in the order of the items.
 
-    If `concurrency` is None, all run at once. The first error cancels the other tasks and is raised after they have
-    ended. Otherwise they would continue to sample and to write tapes after the caller closed the engine or the store.
-    Further errors aren't raised, because they follow from the first: a failing store fails for every episode.
+    Work starts in this order, at most `concurrency` items at once. None means all items at once. The first error
+    cancels the other tasks, and is raised after they have ended. Otherwise, they would continue to sample and to write
+    tapes after the caller closed the engine or the store. Further errors aren't raised, because they follow from the
+    first: a failing store fails for every episode.
     """
     todo = list(items)
     results: dict[int, ResultT] = {}
@@ -89,7 +93,7 @@ async def run_all(
 
 @asynccontextmanager
 async def _first_error() -> AsyncIterator[asyncio.TaskGroup]:
-    """Run a task group that raises the first error alone."""
+    """Open a task group that raises only its first error, without an exception group."""
     try:
         async with asyncio.TaskGroup() as tasks:
             yield tasks
@@ -104,10 +108,10 @@ class Closing(StrEnum):
     COMPLETE = "complete"
     """Every attempt has an episode that can be trained on."""
     FAILED = "failed"
-    """Some attempt has no episode that can be trained on, although it was retried."""
+    """At least one attempt has no episode that can be trained on, even after its retries."""
     LATE = "late"
-    """Some attempt has no episode that can be trained on, and wasn't retried, because the policy is too many updates
-    ahead of the other attempts."""
+    """At least one attempt has no episode that can be trained on. It wasn't retried, because by then the policy was too
+    many updates ahead of the other attempts."""
     DEADLINE = "deadline"
     """The deadline passed, and the episodes in flight were cancelled."""
 
@@ -122,7 +126,7 @@ class Group:
     size: int
     """Number of attempts."""
     begun: int = 0
-    """The policy's number of updates when the group began. A retry may be at most the allowed staleness ahead of it."""
+    """The policy's number of updates when the group began. A retry may come at most the allowed staleness later."""
     tapes: dict[int, list[Tape]] = field(default_factory=dict)
     """The closed tapes of each attempt, including retries."""
     prefixes: dict[int, Tape] = field(default_factory=dict)
@@ -134,11 +138,11 @@ class Group:
 
     @property
     def usable(self) -> list[Tape]:
-        """The last tape of each attempt, if it may be trained on, in the order of the attempts."""
+        """The last tape of each attempt, in the order of the attempts. Tapes that can't be trained on are left out."""
         return [tapes[-1] for _, tapes in sorted(self.tapes.items()) if tapes and comparable(tapes[-1])]
 
     def usable_episodes(self, attempt: int) -> list[bool]:
-        """Return, for each episode that ended by itself, whether it can be trained on. See `needs_episode`."""
+        """Return one value for each episode that ended by itself: True if it can be trained on. See `needs_episode`."""
         tapes = self.tapes.get(attempt, ())
         return [comparable(tape) for tape in tapes if tape.status not in (Status.CRASHED, Status.CANCELLED)]
 
@@ -159,13 +163,13 @@ async def fill(
 ) -> Closing:
     """Sample the episodes that the group needs, and set `group.closed`.
 
-    `sample` is called with the attempt and the number of its episodes so far that ended by themselves. This number is
-    part of the seed. So a retry has another seed, but an episode that was cut off by a crash or a cancellation is
-    sampled again with the same seed.
-    `until` is the event loop's time at which the group closes. Episodes in flight end as cancelled, on the tape too.
-    `fresh` is called before a retry. If it returns False, the attempt would be too stale to compare and isn't retried.
+    `sample` is called with the attempt and the number of its episodes so far. The number is part of the seed. It counts
+    only episodes that ended by themselves. So a retry gets another seed, but an episode that a crash or a cancellation
+    cut off is sampled again with the same seed.
+    `until` is the time at which the group closes, by the event loop's clock. Episodes in flight are then cancelled, and
+    recorded as cancelled. While `engine` waits for servers that don't answer, this deadline is postponed.
+    `fresh` is called before a retry. If it returns False, a retry would be too stale to compare, and none is made.
     `concurrency` is the maximum number of concurrent episodes, by default all attempts.
-    The time in which `engine` waits for servers that don't answer is added to `until`.
     """
 
     async def attempt(k: int) -> bool:
@@ -194,9 +198,9 @@ async def fill(
 
 
 async def _until(work: asyncio.Future[list[bool]], until: float | None, engine: Engine | None) -> None:
-    """Wait for `work`. If `until` isn't None, it is the deadline, in the event loop's time.
+    """Wait for `work`, but only up to the deadline `until` (event loop time). None means no deadline.
 
-    Time in which no server answers postpones the deadline.
+    While no server answers, the deadline is postponed.
     """
     loop = asyncio.get_running_loop()
     absence = absence_of(engine)
@@ -231,8 +235,8 @@ async def rollout_group(
 ) -> list[Tape]:
     """Sample `n` attempts at one task concurrently. They share the task, the group id and the environment's seed.
 
-    An attempt whose episode can't be trained on (because of an error of the environment, the model or Tapereel, or a
-    time limit) is retried once with a new seed. At `deadline` (seconds from now) the group closes with its episodes so
+    If an episode can't be trained on, the attempt is retried once with a new seed. Causes are a time limit or an error
+    of the environment, the model or Tapereel. At `deadline` (seconds from now) the group closes with its episodes so
     far, and episodes in flight are cancelled. `concurrency` limits the episodes in flight. Returns every closed tape,
     including failed ones. Read `tape.trains` to find the usable ones.
     """

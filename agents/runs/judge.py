@@ -1,11 +1,11 @@
-"""Judges are models that grade an episode by a rubric, or choose the better of two.
+"""Judges are models that grade an episode by a rubric, or choose the better of two episodes.
 
-1. Another model wrote the transcript that a judge reads. So the transcript is put between marks derived from a hash of
-   its content, and the prompt declares it data. That makes prompt injection harder, not impossible.
+1. Another model wrote the transcript that a judge reads. So the prompt puts the transcript between marks, and says that
+   it is data. The marks are derived from a hash of the transcript. This makes prompt injection harder, not impossible.
 2. Each pair is judged in both orders. If a judge prefers the same position twice, its answers give no information. This
    counts as a tie, and the share of such pairs is a metric (`order`).
-3. Every question and answer is evidence on the reward record, and so is the usage that the engine reports. After an
-   answer that can't be parsed, the judge is asked again with another seed, and after `tries` the tape is unscored.
+3. The reward record keeps every question and answer as evidence, and the usage that the engine reports. If an answer
+   can't be parsed, the judge is asked again with another seed. After `tries` requests, the tape is unscored.
 
 Judges are not pure (`pure=False`), so `rescore` asks them again and doesn't verify the recorded reward.
 """
@@ -179,8 +179,8 @@ def judge_reward(
 ) -> RewardSource[Tape]:
     """Return a reward source with the judge's grade, scaled so that `low` becomes 0 and `high` becomes 1.
 
-    `show` returns the text that the judge sees of a tape, and then no pictures are shown. By default the judge sees the
-    conversation, its pictures and, if the task has one, the right answer.
+    By default, the judge sees the conversation with its pictures, and the right answer if the task has one. If `show`
+    is given, the judge sees only the text that `show` returns for a tape, without pictures.
     """
     if not low < high:
         raise ValueError(f"invalid grade range: low ({low:g}) must be below high ({high:g})")
@@ -218,9 +218,9 @@ def pairwise_reward(
 ) -> RewardSource[Tape] | RewardSource[Sequence[Tape]]:
     """Return a reward source for the share of pairs that an attempt wins. A tie counts as half a win.
 
-    Its metric `order` is the share of pairs in which the judge's choice depended on the order. Without `against`, each
-    attempt in a group is compared with all others, or with the `rivals` attempts next to it (an even number). With
-    `against`, each attempt is compared with the text that `against` returns for its tape, which is a baseline's work.
+    The metric `order` is the share of pairs for which the judge's choice depended on their order. By default, each
+    attempt in a group is compared with all others. With `rivals`, it is compared only with this even number of attempts
+    next to it. With `against`, it is compared instead with a baseline's work, which `against` returns as text.
     """
     if rivals is not None and (rivals < 2 or rivals % 2):
         raise ValueError(f"rivals must be even and at least 2, not {rivals}: each attempt meets as many on either side")
@@ -229,7 +229,7 @@ def pairwise_reward(
     text = show or shown
 
     async def versus(one: str, other: str, *of: Tape) -> tuple[float, bool, list[JsonValue]]:
-        """Return (share that `one` wins, whether the order decided, evidence). The tapes `of` have the pictures."""
+        """Return (share that `one` wins, True if the order decided, evidence). `of` has the tapes with the pictures."""
         seen = of if show is None else ()
         (a, evidence), (b, swapped) = await asyncio.gather(
             asked.ask(system, f"{_marked('first', one)}\n\n{_marked('second', other)}", _better, seen),
@@ -260,7 +260,7 @@ def pairwise_reward(
 
 
 def shown(tape: Tape) -> str:
-    """Return the conversation as text and, if the task has one, the right answer."""
+    """Return the conversation as text, followed by the right answer if the task has one."""
     reference = reference_of(tape)
     said = _middle_out(as_script(sample_of(tape).messages))
     return said if reference is None else f"{said}\n\n(the right answer, which the assistant didn't see: {reference})"

@@ -1,12 +1,12 @@
 """The scores of an evaluation with their uncertainty: mean reward, pass@k, and the difference between two evaluations.
 
-Tasks are independent, but attempts at one task are not. So every number is a mean over tasks, and every interval shows
-how much it depends on the tasks that happened to be drawn. An attempt without a reward counts neither as a success nor
-as zero. It is left out and counted separately.
+Tasks are independent, but attempts at one task are not. So every number is a mean over tasks, and its interval shows
+how much the number depends on the tasks that happened to be drawn. An attempt without a reward doesn't count as a
+failure. It is left out and counted separately.
 
     pass@k = mean over tasks of 1 - C(n - c, k) / C(n, k),   n scored attempts of the task, c of them successes
 
-(Chen et al. 2021, arXiv 2107.03374, as a product, so that no factorial overflows)
+(Chen et al. 2021, arXiv 2107.03374, computed as a product, so that no factorial overflows)
 
 1. A task with fewer than k scored attempts has no unbiased estimate. It is left out of pass@k and counted in `short`.
 2. The interval of pass@k is Wilson's. Its number of trials is an effective number of tasks, p (1 - p) / (s^2 / N), but
@@ -57,7 +57,7 @@ class Interval(Value):
 
     @property
     def signed(self) -> str:
-        """A difference as text, with its sign. The text says if the interval doesn't span 0."""
+        """A difference as text, with its sign, and with a note if 0 is outside the interval."""
         spans = self.low is None or self.high is None or self.low <= 0 <= self.high
         return interval(self.value, self.low, self.high, "+.3f") + ("" if spans else "  (does not span 0)")
 
@@ -98,9 +98,9 @@ Rewards = Mapping[str, Sequence[float | None]]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the unbiased estimate of the chance that one of k attempts succeeds, from n attempts with c successes.
+    """Return the unbiased estimate of the chance that at least one of k attempts succeeds.
 
-    Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
+    It is computed from n attempts with c successes. Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
     """
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(
@@ -140,7 +140,7 @@ def share_interval(values: Sequence[float]) -> Interval | None:
 def bootstrap(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval | None:
     """Return the mean over tasks, where each task contributes one number. Return None if there are no values.
 
-    The interval is the expanded percentile interval of `resamples` draws, each of as many values as there are.
+    The interval is the expanded percentile interval of `resamples` draws. Each draw has `len(values)` values.
     """
     if not values:
         return None
@@ -201,7 +201,7 @@ def evaluate_rewards(
 
 
 def standard_error(rewards: Rewards) -> float | None:
-    """Return the standard error, over tasks, of the mean reward, or None if fewer than two tasks are scored."""
+    """Return the standard error of the mean reward over tasks, or None if fewer than two tasks are scored."""
     means = [mean(own) for own in _known(rewards).values()]
     return math.sqrt(variance(means) / len(means)) if len(means) > 1 else None
 

@@ -65,8 +65,8 @@ class RunConfig(ScoresConfig, RolloutConfig, Setup):
     """What to roll out."""
 
     retries: int = Field(default=RETRIES, ge=0)
-    """Maximum number of further episodes for an attempt whose episode ended with an error of the environment, the model
-    or Tapereel, or at a time limit."""
+    """Maximum number of retries of an attempt. An attempt is retried if its episode ended at a time limit, or with an
+    error of the environment, the model or Tapereel."""
 
 
 FREE = ("concurrency", "k", "success")
@@ -105,7 +105,7 @@ class RunSummary(Value):
     scored: int
     """Number of attempts with a reward."""
     usable: int
-    """Number of episodes whose end the agent caused, so that their rewards count."""
+    """Number of episodes that ended because of the agent. Only their rewards count."""
     turns: float | None
     """Mean number of actions per episode."""
     tokens: dict[str, int]
@@ -128,9 +128,9 @@ def run(
 ) -> RunSummary:
     """Roll the agent out over the tasks into the run directory `out`.
 
-    `agent`, `env` and `tasks` are objects that the configuration doesn't name (`Setup.resolve`). Raises UsageError,
-    before anything is written, if `out` holds a run and `resume` is false, or if the configuration names something that
-    doesn't exist. This function also works inside a running event loop.
+    `agent`, `env` and `tasks` replace settings that the configuration leaves unset (`Setup.resolve`). Raises
+    UsageError, and writes nothing, if `out` holds a run and `resume` is false, or if the configuration names something
+    that doesn't exist. This function also works inside a running event loop.
     """
     started = time.perf_counter()
     # Load the objects before the event loop starts, because the user's code that makes them may run its own.
@@ -175,7 +175,7 @@ class _Attempts:
         self.setup = setup
         self.journal = directory.store.writer
         self.usable: dict[tuple[str, int], list[bool]] = {}
-        """Whether each episode of an attempt, in order, can be trained on, by (group, attempt). See `needs_episode`."""
+        """By (group, attempt), one value for each episode: True if it can be trained on. See `needs_episode`."""
         self.faults = Faults()
         self.recorded = 0
         """Number of episodes in this process."""
@@ -219,7 +219,7 @@ class _Attempts:
         await run_all(todo, attempt, concurrency=self.config.concurrency)
 
     async def _run_attempt(self, task: Task, attempt: int, engine: Engine) -> list[Tape]:
-        """Run an episode of the attempt, and retries if it can't be trained on. Return the tapes."""
+        """Run an episode of the attempt. If it can't be trained on, retry the attempt. Return all tapes."""
         config, group = self.config, self.group(task)
         usable = self.usable.setdefault((group, attempt), [])
         tapes: list[Tape] = []
@@ -279,8 +279,8 @@ def _summary(run: _Attempts, store: Store, out: Path, seconds: float) -> RunSumm
 
 
 def rewards_of(store: Store, split: str | None = None) -> dict[str, list[float | None]]:
-    """Return the rewards of each task's attempts, by task hash. Only an attempt's last usable episode counts. None
-    means that it is unscored or missing."""
+    """Return the rewards of each task's attempts, by task hash. Only an attempt's last usable episode counts. The
+    reward is None if this episode is unscored, or if the attempt has no usable episode."""
     return {
         task: [s.reward if s.trainable else None for s in attempts]
         for task, attempts in attempts_of(store.summaries(split=split, closed=True)).items()

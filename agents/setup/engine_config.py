@@ -49,7 +49,7 @@ class RendererConfig(Config):
     """Tokens that end an answer, in addition to the template's own."""
     video: VideoTokens = "frames"
     """How the model reads a video. `frames`: each frame is a picture, preceded by its time as text. `native`: the video
-    becomes the video tokens of Qwen2.5-VL or Qwen3-VL, which needs an embedded engine and the extra `video`."""
+    becomes the video tokens of Qwen2.5-VL or Qwen3-VL. This needs an embedded engine and the extra `video`."""
 
     def make(self, tokenizer: ChatTokenizer, pictures: PictureTokens | None = None) -> Renderer:
         """Create the renderer for `tokenizer`. If the model sees pictures, `pictures` makes their tokens.
@@ -117,11 +117,11 @@ class SlotsConfig(RenderedConfig):
     """An engine whose model can be trained. In training, a second engine may sample with a copy of the weights."""
 
     slots: int = Field(default=64, ge=1)
-    """Maximum number of concurrent completions in an embedded engine. Further requests wait. With any other engine,
-    this limit matters only if evaluation.engine=own: it then applies to the embedded engine that samples held-out
-    tasks."""
+    """Maximum number of concurrent completions in an embedded engine. Further requests wait. With another engine,
+    this applies only if evaluation.engine=own, to the embedded engine that samples held-out tasks."""
     capacity: int | None = Field(default=None, ge=2)
-    """Maximum tokens of a prompt and its completion in the embedded engine. None: the model's limit, at most 4,096."""
+    """Maximum length of a prompt and its completion together, in tokens, in the embedded engine. None means the
+    model's limit, but at most 4,096."""
 
 
 class ScriptedConfig(RenderedConfig):
@@ -154,7 +154,7 @@ class EmbeddedConfig(SlotsConfig, ComputeConfig):
     kind: Literal["embedded"] = "embedded"
     model: str
     """A folder in Hugging Face format (model and tokenizer, with a chat template), or a model on the Hugging Face hub
-    as `org/name` or `org/name@revision`. If there is a folder of that name, it is used."""
+    as `org/name` or `org/name@revision`. If a folder of that name exists, the folder is used."""
 
 
 class ServerConfig(SlotsConfig, OptionsConfig, ServerSettings):
@@ -226,7 +226,7 @@ class LiteLLMConfig(RequestConfig, OptionsConfig):
     """US dollars per million prompt tokens and per million completion tokens. None means litellm's prices."""
 
     def cost(self, turns: int | None, tokens: int) -> str:
-        """Describe an episode's maximum cost, if answers have `tokens` tokens and all later turns read them."""
+        """Describe the maximum cost of an episode. Each answer has `tokens` tokens, and all later turns read it."""
         if self.prices is None or turns is None:
             return f"dollars for {self.model}: unknown without {'a limit of turns' if self.prices else 'engine.prices'}"
         prompt, completion = (price / 1e6 for price in self.prices)
@@ -239,7 +239,7 @@ class CustomConfig(SlotsConfig, OptionsConfig):
     """A user-defined engine: a class, or a function that creates an instance."""
 
     kind: str = Field(pattern=r"^[^:]+:[^:]+$")
-    """`package.module:name` or `file.py:name`, which is called with `options` as keyword arguments."""
+    """The class or function, as `package.module:name` or `file.py:name`. It gets `options` as keyword arguments."""
     model: str | None = None
     """The trainer's model, with the same meaning as in an embedded engine. It is required in training."""
 
@@ -247,7 +247,7 @@ class CustomConfig(SlotsConfig, OptionsConfig):
         """Create an engine.
 
         Raises UsageError if `kind` names no callable that accepts `options`, or if the result isn't an Engine with the
-        capabilities in `needs`. `use` is what needs the capabilities, for the error message.
+        capabilities in `needs`. `use` names what needs them, for the error message.
         """
         factory = load_function(self.kind, "a class or a function that makes an engine (engine.kind)")
         try:
@@ -286,8 +286,8 @@ EngineConfig = Annotated[
 def check_models(engines: Iterable[AnyEngineConfig]) -> None:
     """Find the models and tokenizers of these engines, and download the ones that are only on the hub.
 
-    This is called before torch is imported, so that a wrong name fails at once. Raises UsageError if one of the names
-    doesn't match any model, and MissingExtra if native video is set and torchvision is missing.
+    This is called before torch is imported, so that a wrong name fails at once. Raises UsageError if a name matches no
+    model. Raises MissingExtra if native video is set and torchvision is missing.
     """
     for engine in engines:
         name = engine.tokenizer if isinstance(engine, ScriptedConfig) else engine.model

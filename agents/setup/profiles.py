@@ -17,17 +17,17 @@ from ..engines.embedded.pretrained import ADAPTERS
 
 log = logger("profile")
 TINY, LARGE = 10_000_000, 1_500_000_000
-"""A model with fewer than `TINY` weights, not counting embeddings, is `tiny` and taken to be made from scratch. A model
-with at least `LARGE` weights in all is `large`."""
+"""A model is `tiny` if it has fewer than `TINY` weights without its embeddings. It is then assumed to be made from
+scratch. A model is `large` if it has at least `LARGE` weights in total."""
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 
 class Shape(NamedTuple):
     """A decoder with gated feed-forward layers.
 
-    `body` counts the weights without embeddings and output layer, and `parameters` counts all weights, tied ones once.
-    `queries` and `keys` are the number of heads times the head size, `feed` is the width of the feed-forward layers,
-    and `drops` is true if the model has dropout.
+    `body` is the number of weights without embeddings and output layer. `parameters` is the number of all weights, and
+    counts tied weights once. `queries` and `keys` are the number of heads times the head size. `feed` is the width
+    of the feed-forward layers. `drops` is true if the model has dropout.
     """
 
     body: int
@@ -93,11 +93,11 @@ class Default(NamedTuple):
     large: Any
     source: str
     far: float
-    """A user's value that is this many times higher or lower causes a warning. 0 means no warning."""
+    """A warning is logged if the user's value is off by more than this factor. 0 means no warning."""
     adapted: Any
-    """The value for adapters on a pretrained model, or None if it is the same."""
+    """The value for adapters on a pretrained model. None means that adapters have no value of their own."""
     body: str | None = None
-    """The `body` of the critics that this row is for, or None if the row isn't a setting of the critic."""
+    """For a setting of the critic, this row applies to critics with this `body`. None for all other settings."""
 
 
 PROFILES: tuple[Default, ...] = (
@@ -123,11 +123,11 @@ PROFILES: tuple[Default, ...] = (
 
 
 def fitted(config: ConfigT) -> ConfigT:
-    """Return the configuration in which each unset setting has the profile's value.
+    """Return the configuration with each unset setting filled from the profile.
 
-    Logs which profile applies and why, and a warning for each number that is far from the profile's. Hosted models and
-    models that aren't on this machine have no profile. A trained player without an optimiser gets the loop's optimiser,
-    with the user's settings. The optimiser's unset settings come from the profile of the player's own model.
+    Logs which profile applies and why. Also logs a warning for each number that is far from the profile's number.
+    Hosted models and models that aren't on this machine have no profile. A trained player without an optimiser gets
+    the user's settings of the loop's optimiser. The other settings come from the profile of the player's own model.
     """
     whole: Any = config
     made: Any = _filled(config, [row for row in PROFILES if row.body is None], config)
@@ -142,8 +142,8 @@ def fitted(config: ConfigT) -> ConfigT:
 
 
 def fit_critic(config: ConfigT) -> ConfigT:
-    """Return the configuration in which the unset settings of `loop.critic`, if there is one, have the values of the
-    profile for the largest trained model."""
+    """Return the configuration with the unset settings of `loop.critic` filled from the profile of the largest trained
+    model. Without a critic, the configuration is unchanged."""
     whole: Any = config
     critic = getattr(getattr(whole, "loop", None), "critic", None)
     if critic is None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def tokenizer_folder(run: str | Path) -> str | None:
-    """Return the folder of the run's tokenizer: in its newest checkpoint, or in the model that the run started with."""
+    """Return the folder of the run's tokenizer: its newest checkpoint, or else the model that the run started with."""
     saved = sorted((Path(run) / "checkpoints").glob("update-*/hf/tokenizer.json"))
     if saved:
         return str(saved[-1].parent)
@@ -55,9 +55,9 @@ def recorded_rendering(run: str | Path) -> RendererConfig:
 
 
 def recorded_agent(run: str | Path, name: Agent | str | None, identity: Identity | None) -> Agent:
-    """Return the agent that `name` is or names, or the agent that the run's configuration names if `name` is None.
+    """Return the agent `name`, which may also be a name to import. If it is None, the run's configuration names it.
 
-    Raises UsageError if neither names an agent. `identity`, the agent on the tapes, is only named in the error.
+    Raises UsageError if neither names an agent. `identity` is the agent on the tapes, for the error message only.
     """
     if isinstance(name, Agent):
         return name

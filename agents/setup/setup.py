@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 UNNAMED = "<object "
 """Prefix of the name that is recorded for an object that can't be imported by name."""
 LOAD_SECONDS = 60.0
-"""Time limit, in seconds, for creating and closing the instance that checks an environment when it is loaded."""
+"""When an environment is loaded, one instance is created and closed as a check. This is the time limit in seconds."""
 LISTED = 100
-"""Maximum length of a list of plain values that is recorded as it is. For a longer list, a digest is recorded."""
+"""A list of up to this many plain values is recorded as it is. For a longer list, a digest is recorded."""
 
 AgentSource = Annotated[
     str | Agent | type[Agent] | Callable[[], Agent], "an Agent, its class, a function that makes one, or 'module:name'"
@@ -60,11 +60,11 @@ class LoadedSetup:
     pool: Pool | None = field(default=None, kw_only=True)
     tasks: Taskset
     pixels: str | None = field(default=None, kw_only=True)
-    """The environment's class, if it declares that it shows pictures (`Environment.pixels`)."""
+    """Name of the environment's class, if this class declares that it shows pictures (`Environment.pixels`)."""
 
     @property
     def shows(self) -> str | None:
-        """A sentence about what shows pictures, or None if nothing is known to show any before an episode begins."""
+        """A sentence that names a task or the environment that shows pictures. None if neither is known to show any."""
         return shown_by(self.tasks) if self.pixels is None else f"the environment {self.pixels} shows pictures"
 
     def __enter__(self) -> Self:
@@ -84,9 +84,9 @@ class DatasetConfig(Config):
     config: str | None = None
     """The subset of a dataset. None means the only subset, or the subset called `default` or `main`."""
     columns: dict[str, str] = Field(default={})
-    """New name -> column of the dataset, such as `{prompt: question, answer: answer}`. The new column `prompt`, a
-    string or chat messages, is the public part of the task, and the other new columns are its private part. If there
-    are no names, the whole row is the private part."""
+    """The dataset's column for each new name, such as `{prompt: question, answer: answer}`. The new column `prompt` is
+    the public part of the task, and holds a string or chat messages. All other new columns are the private part. If
+    `columns` is empty, the whole row is the private part."""
 
 
 class TasksConfig(Config):
@@ -121,14 +121,14 @@ class Setup(TasksConfig, SeedConfig):
     that Python code passes the object."""
     env_processes: int | None = Field(default=None, ge=1)
     """Number of processes for the environments. Each process runs one episode at a time, and further episodes wait.
-    None means that environments run in this process. There, an environment that exits ends the run, and one that
-    computes without awaiting blocks it."""
+    None means that environments run in this process. In that case, an environment that exits ends the run, and an
+    environment that computes without awaiting blocks the run."""
     count: int | None = Field(default=None, ge=1)
     """Number of tasks to use, starting with the first. None means all tasks."""
     rewards: tuple[str, ...] = ()
-    """Sources that score each episode at its end, in addition to the environment. Each is `module:name` of a Rewards, a
-    RewardSource or a function from a tape to its score, a `.py` file with a `reward_func`, or the address of an HTTP
-    reward model."""
+    """Sources that score each episode at its end, in addition to the environment. Each is the address of an HTTP
+    reward model, a `.py` file with a `reward_func`, or the `module:name` of a Rewards, a RewardSource or a function
+    from a tape to its score."""
 
     def resolve(
         self,
@@ -139,9 +139,9 @@ class Setup(TasksConfig, SeedConfig):
     ) -> tuple[Self, LoadedSetup]:
         """Load the objects. Return (the configuration to record, the objects).
 
-        Each argument is an object or a name, and replaces a setting that is None. The recorded configuration names an
-        object `module:qualname` if importing this name returns the same object, and `<object of module.Class>`
-        otherwise. Raises UsageError if a setting and its argument differ.
+        Each argument is an object or a name, and replaces a setting that is None. The recorded configuration has the
+        name `module:qualname` for an object if importing this name returns the same object. Otherwise, it has
+        `<object of module.Class>`. Raises UsageError if a setting and its argument differ.
         """
         made_agent = load_agent(*self._source("agent", agent))
         made_env, pixels = _loaded_env(*self._source("env", env))
@@ -159,7 +159,7 @@ class Setup(TasksConfig, SeedConfig):
         return self.model_copy(update=names), LoadedSetup(made_agent, made_env, made_tasks, pool=pool, pixels=pixels)
 
     def _source(self, key: str, passed: Any) -> tuple[Any, str]:
-        """Return (the object, name or list to load, its name in errors). Raises UsageError if there is none."""
+        """Return (the object, name or list to load, its name in errors). Raises UsageError if nothing names one."""
         setting = getattr(self, key)
         source = setting if passed is None else passed
         if source is None:
@@ -314,7 +314,7 @@ def shown_by(tasks: Iterable[Task]) -> str | None:
 
 
 def is_unnamed(name: str) -> bool:
-    """Return whether a recorded `name` describes an object that only Python code can pass again."""
+    """Return True if a recorded `name` can't be imported, so that Python code must pass the object again."""
     return name.startswith(UNNAMED)
 
 
@@ -345,9 +345,10 @@ def _name_of(thing: Any) -> str:
 
 
 def _name_of_tasks(thing: Any, tasks: Taskset) -> Any:
-    """Like `_name_of`, but a short list of plain values is recorded as it is, and other unnamed tasks with a digest.
+    """Return the tasks' value for the recorded configuration: a short list of plain values itself, otherwise a name.
 
-    Without the digest, a run could be resumed with other tasks without an error.
+    The name is the same as from `_name_of`. If it can't be imported, a digest of the tasks is added. Without this
+    digest, no error would be raised when a run is resumed with other tasks.
     """
     if (
         isinstance(thing, list | tuple)
@@ -377,8 +378,7 @@ def _call(thing: Any, name: str) -> Any:
 
 
 def _required(thing: Any) -> list[str]:
-    """Return the names of the parameters without a default, or an empty list if the callable has no readable
-    signature."""
+    """Return the names of the required parameters, or an empty list if the callable has no readable signature."""
     try:
         parameters = inspect.signature(thing).parameters.values()
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The models that sample episodes, and the settings that all verbs which record episodes have in common.
+"""The models that sample episodes, and the settings shared by all verbs that record episodes.
 
 Partners are further models in the episodes. Each partner samples for the agents that `players` lists for it, and the
 run's `engine` samples for all other agents. `finetune` decides which models are trained.
@@ -93,7 +93,7 @@ class AttemptsConfig(Config):
 
 
 def renderer_of(config: AnyEngineConfig) -> Renderer | None:
-    """Return the renderer of the engine that `config` describes, or None if it is text-only. Creates no engine."""
+    """Return the renderer for an engine with these settings, or None for a text-only engine. Creates no engine."""
     if not isinstance(config, RenderedConfig):
         return None
     folder = config.tokenizer if isinstance(config, ScriptedConfig) else config.model
@@ -120,7 +120,7 @@ def threads_of(engines: Iterable[AnyEngineConfig]) -> int:
 
 
 def speaker_of(path: str, players: Mapping[str, PartnerConfig]) -> str:
-    """Return the player that has the agent at `path` or the nearest agent above it, or REST if there is none."""
+    """Return the player that lists `path` or the nearest path above it. Return REST if no player lists one of them."""
     seats = {path: name for name, player in players.items() for path in player.agents}
     above = path
     while above and above not in seats:
@@ -131,7 +131,7 @@ def speaker_of(path: str, players: Mapping[str, PartnerConfig]) -> str:
 def team_of(
     engine: EngineT, players: Mapping[str, PartnerConfig], engines: Mapping[str, Engine], *, lent: Collection[str] = ()
 ) -> EngineT | TeamEngine:
-    """Return `engine` if there are no players, otherwise a team of `engine` and `engines`, which are keyed by player.
+    """Return a team of `engine` and the players' `engines`, by player name. Without players, return just `engine`.
 
     The team's `close` doesn't close the engines of the players in `lent`, because the caller owns them.
     """
@@ -142,7 +142,7 @@ def team_of(
 
 
 async def make_partners(players: Mapping[str, ModelConfig]) -> dict[str, Made]:
-    """Create an engine for each player. If one can't be created, close the others and raise its error."""
+    """Create an engine for each player. If creating an engine fails, close the others and raise the error."""
     made: dict[str, Made] = {}
     try:
         for name, player in players.items():
@@ -159,9 +159,9 @@ async def make_team(
 ) -> tuple[Engine, dict[str, Publish]]:
     """Create the engines of `config` and of the players. `shows` means the same as `LoadedSetup.shows`.
 
-    Returns (the team, player name -> identity of the player's weights). REST is the name for `config`, and engines
-    without weights are left out. Raises UsageError if the engines can't record on one tape, or if one of them can't see
-    the pictures that the run shows.
+    Returns (the team, the identity of each engine's weights by player name). The engine of `config` has the name REST,
+    and engines without weights are left out. Raises UsageError if the engines can't record on one tape, or if the run
+    shows pictures and one of the engines can't see them.
     """
     check_together(config, players)
     models = {REST: ModelConfig(engine=config), **players}

@@ -47,8 +47,8 @@ class Family(ABC):
         folder: Path,
         video: VideoTokens = "frames",
     ) -> None:
-        """`config` is the model's configuration, and `folder` contains its processors. Raises UnsupportedVision, and
-        MissingExtra if native video is used without torchvision."""
+        """`config` is the model's configuration, and `folder` contains the model's processors. Raises UnsupportedVision
+        if they can't be used, and MissingExtra if native video is used without torchvision."""
         import PIL
         from transformers import AutoImageProcessor, __version__
 
@@ -301,13 +301,13 @@ def family_of(
 ) -> type[QwenVision | TiledVision] | None:
     """Return the family of the model with this configuration, or None for a text model.
 
-    Raises UnsupportedVision, which names the folder, if the model has an encoder, or if it reads more than text and its
-    family is unknown. With native video, also raises like `check_native`. Without this check, transformers would load
-    many models with a vision tower as text-only models, without a warning.
+    Raises UnsupportedVision if the model has an encoder, or if it reads more than text and its family is unknown. The
+    message names `folder`. With native video, this also raises the errors of `check_native`. Without this check,
+    transformers would load many vision models as text-only models, and would give no warning.
     """
     kind = config.model_type
     parts = {key for key in vars(config) if _SENSES.search(key) and getattr(config, key) is not None}
-    if config.get_text_config() is not config:  # with a nested one, the model reads more than text
+    if config.get_text_config() is not config:  # a nested configuration: the model reads more
         parts |= set(config.sub_configs)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedVision(
@@ -326,10 +326,10 @@ def family_of(
 
 
 def prove_vision(model: nn.Module, vision: Vision) -> None:
-    """Check that the body, with features put at their places, computes the same as the model's public forward.
+    """Check that the body computes the same as the model's public forward if features are put at their places.
 
-    The input has texts of several lengths, and between them two small pictures, and a video if the model reads videos
-    natively. If the logits differ, raises UnsupportedVision with the difference."""
+    The input consists of texts of several lengths with two small pictures between them, and also a video if the model
+    reads videos natively. Raises UnsupportedVision with the difference if the logits differ."""
     import torch
     from PIL import Image
 

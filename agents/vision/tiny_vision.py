@@ -37,7 +37,7 @@ def save_tiny_vision(
 ) -> None:
     """Save an untrained float32 model of about 0.3 M parameters, its tokenizer and its image processor to `folder`.
 
-    Equal arguments give equal models. For Qwen, each 8x8 pixels take one token, and a picture takes 4 to 256 tokens.
+    Equal arguments give equal models. For Qwen, a square of 8x8 pixels takes one token, and a picture takes 4 to 256.
     For Idefics3 and SmolVLM, a picture takes about 20 tokens, or 40 if its shorter side is more than half as long as
     the longer one. `context` is the maximum number of tokens in a sequence.
     """

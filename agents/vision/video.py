@@ -1,4 +1,4 @@
-"""How Qwen2.5-VL and Qwen3-VL read videos with their own video tokens, which are pairs of frames with their times.
+"""How Qwen2.5-VL and Qwen3-VL read videos with their own video tokens. The models see pairs of frames with their times.
 
 Pixels and grids come from the model's own video processor, which needs torchvision. Tokens and positions don't.
 """
@@ -65,7 +65,7 @@ class NativeVideo(ABC):
 
     @abstractmethod
     def positions(self, grid: Grid, times: Sequence[float]) -> tuple[NDArray[np.int64], int]:
-        """Return the positions (3, tokens) in the place, from 0 on, and the position of the token after the place."""
+        """Return the positions (3, tokens) of the place's tokens, from 0 on, and the position of the next token."""
 
     def processed(self, frames: Tensor) -> tuple[Grid, dict[str, Tensor]]:
         """Return the grid and the tower's arguments for frames, which are uint8 of shape (frames, 3, height, width)."""
@@ -113,8 +113,8 @@ class SpacedVideo(NativeVideo):
         # The positions are computed in float32 and rounded down, as in transformers.
         step = np.float32(self._config.vision_config.tokens_per_second) * np.float32(self.seconds(times))
         found[0] = (np.arange(pairs, dtype=np.float32) * step).astype(np.int64)[found[0]]
-        # In transformers, where the positions continue after a video depends on its height and width, but not on its
-        # duration. In other implementations, they continue after the last position in time.
+        # In transformers, the position after a video depends on the video's height and width, but not on its duration.
+        # In other implementations, it follows the last position in time.
         return found, max(height, width)
 
     def seconds(self, times: Sequence[float]) -> float:
@@ -130,8 +130,8 @@ class SpacedVideo(NativeVideo):
 class TimedVideo(NativeVideo):
     """Qwen3-VL, which reads each pair of frames as its time in text, followed by a picture.
 
-    As in vLLM and in transformers 5.10 and later, the template writes a start token before all of this and an end token
-    after it. Earlier processors omitted these two tokens.
+    The template writes a start token before the whole video and an end token after it, as in vLLM and in transformers
+    5.10 and later. Earlier processors omitted these two tokens.
     """
 
     made_by = "Qwen3VLVideoProcessor"
@@ -167,11 +167,11 @@ class TimedVideo(NativeVideo):
 
 
 READERS: dict[str, type[NativeVideo]] = {"qwen2_5_vl": SpacedVideo, "qwen3_vl": TimedVideo}
-"""The class that knows how a model type reads videos, by model type."""
+"""The class that reads videos for each model type."""
 
 
 def check_native(kind: str, folder: Path) -> None:
-    """Raise UnsupportedVision if models of type `kind` have no video tokens. Also raises like `need_torchvision`."""
+    """Raise UnsupportedVision if models of type `kind` have no video tokens. Also calls `need_torchvision`."""
     if kind not in READERS:
         raise UnsupportedVision(
             f"engine.renderer.video=native, and the model in {folder} is of the type {kind!r}: models of the types "
@@ -194,8 +194,8 @@ def need_torchvision() -> None:
 
 
 def native_video(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, folder: Path) -> NativeVideo:
-    """Return how the model reads videos with the video processor in `folder`. Raises like `check_native`. Also raises
-    UnsupportedVision if it isn't the family's processor."""
+    """Return the reader for this model's videos, with the video processor in `folder`. Raises the same errors as
+    `check_native`, and UnsupportedVision if the processor can't be loaded or isn't the family's own."""
     check_native(config.model_type, folder)
     from transformers import AutoVideoProcessor
 
@@ -209,6 +209,6 @@ def native_video(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, f
             f"the video processor in {folder} can't be used: {error!s:.300}; the type {config.model_type} needs "
             f"{reader.made_by}: copy video_preprocessor_config.json from the model's original folder"
         ) from error
-    # If it isn't set, transformers warns and uses a default that depends on transformers' version.
+    # If this isn't set, transformers warns and uses a default that depends on its version.
     found.cap_pixels_per_frame = bool(found.cap_pixels_per_frame)
     return reader(config, tokenizer, found)

@@ -1,9 +1,9 @@
 """The interfaces through which renderer, engine and trainer use a family of vision models.
 
-The renderer asks how many tokens a picture takes, for which no pixels are needed (`PictureTokens`). Engine and trainer
-ask for positions and for features, which are computed from pixels (`Vision`). They put the features into the embeddings
-at the picture's places, by index, and run the language model's body on the embeddings. The model's own public forward
-isn't used, because it finds pictures by a token id that the model can also sample.
+The renderer uses `PictureTokens` to ask how many tokens a picture takes. This needs no pixels. Engine and trainer use
+`Vision` to ask for positions, and for features that are computed from pixels. They put the features into the embeddings
+at the picture's places, by index, and run the language model's body on the embeddings. They don't use the model's own
+public forward, because it finds pictures by a token id that the model can also sample.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class PictureTokens(Protocol):
 
     @property
     def hash(self) -> str:
-        """SHA-256 (hex) of everything that determines the pixels. These are the processor's class, backend and
-        settings, and the versions of transformers and Pillow. With native video, it also covers the video processor and
-        torchvision."""
+        """SHA-256 (hex) of everything that determines the pixels: the processor's class, backend and settings, and the
+        versions of transformers and Pillow. With native video, it also covers the video processor and torchvision."""
         ...
 
     def expand(self, width: int, height: int, times: Sequence[float] = ()) -> Expansion:
-        """Return the tokens that replace the marker. They are for a picture of this size or, with `times` in seconds, a
-        video with such frames. No pixels are needed. Raises ValueError if the model can't place the video."""
+        """Return the tokens that replace the marker of a picture of this size. With `times` in seconds, return the
+        tokens of a video that has frames of this size at these times. No pixels are needed. Raises ValueError if the
+        model can't place the video."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -79,9 +79,9 @@ class PictureTokens(Protocol):
         ...
 
     def fitted(self, place: Place, png: bytes) -> bytes:
-        """Return the PNG to send to a server, which will process it again. If the processor resizes a picture only
-        once, the PNG has the final size already, because resizing on the server may give other pixels. The call blocks.
-        Raises UnsupportedVision if, whatever is sent, a server would compute something else than the local model."""
+        """Return the PNG to send to a server, which will process it again. Resizing on the server may give other
+        pixels. So if the processor resizes a picture only once, the PNG already has the final size. The call blocks.
+        Raises UnsupportedVision if no PNG can make a server compute the same as the local model."""
         ...
 
 
@@ -92,7 +92,7 @@ class Pixels:
     tensors: Mapping[str, Tensor]
     """Arguments of the vision tower, by name."""
     count: int
-    """Number of features that the tower computes, which is also the number of tokens that take a feature."""
+    """Number of features that the tower computes. Each of them goes to one token."""
     patches: int
     """Number of patches that the tower processes. It determines the tower's time and memory."""
 
@@ -102,8 +102,8 @@ class Vision(PictureTokens, Protocol):
     """A family of vision models, with the settings of one model."""
 
     def feature_mask(self, place: Place) -> NDArray[np.bool_]:
-        """Return a (length,) mask that is true for those of the place's tokens that take a feature. The others are
-        ordinary tokens, such as those that name a tile's row and column."""
+        """Return a mask (length,) of the place's tokens. It is true for the tokens that take a feature. The others are
+        ordinary tokens, which for example name a tile's row and column."""
         ...
 
     def patches(self, grid: tuple[int, ...]) -> int:
@@ -121,9 +121,9 @@ class Vision(PictureTokens, Protocol):
         ...
 
     def features(self, model: nn.Module, pixels: Sequence[Pixels]) -> Tensor:
-        """Return what tower and projector compute for several pictures, in order, with shape (sum of counts, levels,
-        D). Level 0 goes into the embeddings. Each further level is added to the hidden states of one of the first
-        layers (deepstack)."""
+        """Return the features that tower and projector compute for several pictures, in order. The shape is (sum of
+        counts, levels, D). Level 0 goes into the embeddings. Each further level is added to the hidden states of one
+        of the first layers (deepstack)."""
         ...
 
     def tower(self, model: nn.Module) -> Sequence[nn.Module]:
