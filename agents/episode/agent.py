@@ -26,8 +26,8 @@ class Agent:
     name: str = ""
 
     patience: ClassVar[float] = 0.0
-    """Maximum seconds for which a replay holds back an answer until all earlier recorded answers are given. Set this
-    for an agent that asks concurrently from another process, because its requests may arrive in any order."""
+    """Maximum seconds that an answer waits in a replay for the answers that were recorded before it. Set this for an
+    agent that asks concurrently from another process, because its requests may arrive in any order."""
 
     def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
         """Take one turn. Write it as `async def act(...)` with `yield`, which makes it an async generator."""

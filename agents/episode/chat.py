@@ -33,10 +33,10 @@ class ChatAgent(Agent):
     - `parse`: a function from the answer's text to an Action. If it raises a ValueError, the model reads the message.
     - `actions`: Action classes that are offered to the model as tools. A function call (`Reply.tool_calls`) becomes an
       instance of one of them. If `ToolCalls` is one of them, any calls are accepted unchanged, and the tools in the
-      episode's `ToolOffer` are offered too. An answer without a call becomes an instance of `plain`, an Action with one
-      field, `text`. If `plain` is None, a plain answer becomes a `ParseError`.
+      episode's `ToolOffer` are offered too. An answer without a call becomes an instance of `plain`, which is an Action
+      class with the single field `text`. If `plain` is None, the answer becomes a `ParseError`.
 
-    Either all calls in an answer are made or none. If one can't be read, the whole answer becomes a `ParseError`.
+    If one call in an answer can't be read, none of its calls is made, and the whole answer becomes a `ParseError`.
     """
 
     @check_arguments

@@ -36,7 +36,7 @@ class Clock:
         return datetime.fromtimestamp(at, UTC)
 
     def random(self, tape: Tape) -> Random:
-        """Return this agent's random generator for the current turn. A turn has only one, however often this is called.
+        """Return this agent's random generator for the current turn. Within a turn, all calls return the same one.
 
         Each turn has a new generator, so that a fork or a replay that begins at a later turn draws the same numbers. It
         is seeded with the episode's sampling seed, so the attempts in a group draw different numbers.

@@ -26,7 +26,7 @@ from ..rendering.renderer import Rendered, Renderer, Track
 from .recorder import Recorder
 
 AUTHORED = "authored"
-"""Engine name that is recorded in calls whose text the agent wrote without a model."""
+"""The engine name in a call's record if the agent wrote the text without a model."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class TextTrack:
     reply: Message
 
     def shared(self, messages: Sequence[Message]) -> int:
-        """Return how many messages at the start of `messages` are the same as in this track, including its reply."""
+        """Return how many leading messages are the same as in this track, with the reply as its last message."""
         n = shared_prefix(messages, self.messages)
         if n == len(self.messages) and len(messages) > n and messages[n] == self.reply:
             return n + 1
@@ -84,7 +84,7 @@ class Conversations:
     def tools_record(self, schemas: tuple[dict[str, JsonValue], ...] | None) -> Tools | None:
         """Return the record of the tools that a call offers.
 
-        Only the first call on a tape that offers these tools records their schemas. Later calls record only the hash.
+        On each tape, the first call with these tools records their schemas. Later calls record only the hash.
         """
         if schemas is None:
             return None
@@ -222,7 +222,7 @@ class Conversations:
     def inherit(self, prefix: Tape, calls: Sequence[Call]) -> None:
         """Continue the conversations of a fork's prefix, so that its recorded tokens remain the context of later calls.
 
-        Without this, the fork would tokenize the prefix again, and its rows would no longer extend the recorded ones.
+        Otherwise the fork would tokenize the prefix again and start new rows, instead of extending the recorded ones.
         """
         renderer = self.renderer
         for call in calls:

@@ -1,14 +1,13 @@
 """FIRE sampling samples an answer's first token at its own temperature, often 10, and the rest at the usual one.
 
-With a high first temperature, the attempts in a group begin in more different ways than the model would choose. The
-cost is that some of these beginnings are ones that the model would never choose. This module implements the published
-algorithm with these deviations:
+With a high first temperature, the attempts in a group begin in more different ways. The cost is that some of them begin
+in a way that the model would never choose. This module implements the published algorithm with these deviations:
 
-1. It makes two requests to the engine, one for the prompt and one for the prompt with the first token, so every engine
-   that handles tokens supports it. The second request has its own seed, because otherwise its first token would be
-   drawn with the same random number as the answer's first token.
-2. The log-prob of the first token is measured at its own temperature, and training scores it at that temperature. Both
-   parts are sampled exactly, so the answer is on-policy data like any other.
+1. It makes two requests to the engine, one for the prompt and one for the prompt with the first token. Every engine
+   that handles tokens therefore supports it. The second request has its own seed. With the same seed, it would draw
+   its first token with the same random number as the answer's first token.
+2. The log-prob of the first token is measured at the first temperature, and training scores the token at the same
+   temperature. Both parts are sampled exactly, so the answer is on-policy data like any other.
 3. If the first token ends the answer or reaches the token limit, it is the whole answer, and no second request is sent.
 """
 

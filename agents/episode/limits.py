@@ -25,18 +25,18 @@ class Limits(Value):
     context: int | None = Field(default=None, ge=2)
     """Maximum tokens in one call's prompt and completion. The engine's own limit applies too."""
     prompt_tokens: int | None = Field(default=None, ge=1)
-    """Maximum tokens in one call's prompt. A longer prompt is cut if `keep_prompt` is set. Otherwise it reaches the
-    context limit."""
+    """Maximum tokens in one call's prompt. A longer prompt is cut if `keep_prompt` is set. Otherwise it ends the
+    episode at the context limit."""
     keep_prompt: Literal["start", "end"] | None = None
-    """Which part of a prompt that is too long is kept. The prompt is cut to at most `prompt_tokens` tokens, and so that
-    the context has space for an answer of `max_tokens`. None means that no prompt is cut."""
+    """Which part of the prompt is kept if it is too long. The prompt is cut to at most `prompt_tokens` tokens, and
+    further if the context must have space for an answer of `max_tokens`. If this is None, no prompt is cut."""
     agent_seconds: float | None = Field(default=600.0, gt=0)
     """Maximum seconds for the agent's own code, its tools, and its model calls while the model computes. An episode
     that reaches this limit is scored and trained on, like one that reaches the limit of turns."""
     system_seconds: float | None = Field(default=1800.0, gt=0)
-    """Maximum seconds for everything else up to the episode's last step: the engine's queue, the environment and
-    Tapereel. The wait for servers that don't answer has its own limit, `engine.patience`. An episode that reaches this
-    limit is never trained on, and is repeated."""
+    """Maximum seconds for everything but agent time, up to the episode's last step: the engine's queue, the environment
+    and Tapereel. The wait for servers that don't answer has its own limit, `engine.patience`. An episode that reaches
+    this limit is never trained on, and is repeated."""
     environment_seconds: float | None = Field(default=60.0, gt=0)
     """Wall-clock limit for each `reset`, `restore`, `step`, `finish` or `close`, in seconds. A longer call is an
     environment error."""
@@ -72,7 +72,7 @@ class TokenBudget:
 
     Invariant: the sum of `used` and the tokens held by calls in flight never exceeds `limit`. If no tokens are left, a
     call waits until another call returns some. Waiting calls are served in order of arrival. Without this wait,
-    concurrent calls would together sample more than the limit, or a call would fail although tokens are returned later.
+    concurrent calls could sample more than the limit, or a call could fail just before others return tokens.
     """
 
     def __init__(self, limit: int | None) -> None:

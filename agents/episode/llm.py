@@ -1,8 +1,8 @@
 """`LLM` is an agent's interface to its model for one episode.
 
-For each call, it determines from the tape which agent asks, renders a prompt that continues the tokens sampled earlier,
-and derives the seed. It also counts tokens, enforces limits, and records the call with its attempts. An agent never
-sees more than its own conversation.
+For each call, it takes the agent's path from the tape, renders a prompt that continues the tokens sampled earlier, and
+derives the seed. It also counts tokens, enforces limits, and records the call with its attempts. An agent never sees
+more than its own conversation.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Reply:
     content: str = ""
     """The answer's text without the function calls, or the whole text if there are none."""
     problem: str = ""
-    """An explanation for the model of why a function call can't be read. It is empty if all calls could be read. To let
-    the model try again, yield `ParseError(problem=reply.problem)` and ask again."""
+    """If a function call can't be read, this text explains the problem to the model. Otherwise it is empty. To let the
+    model try again, yield `ParseError(problem=reply.problem)` and ask again."""
     chat_calls: tuple[Message, ...] = ()
     """All function calls in the chat format (`CallsRead.chat`)."""
 
@@ -80,7 +80,7 @@ class ModelFailed(Exception):
 
 
 class RenderFailed(Exception):
-    """The conversation can't be rendered as tokens because of content that the environment or the agent wrote."""
+    """The environment or the agent wrote content that can't be rendered as tokens."""
 
 
 class LLM(Clock):
@@ -97,7 +97,7 @@ class LLM(Clock):
         sampling: Sampling,
         retries: int = 2,
     ) -> None:
-        """`retries` is the maximum number of further requests after engine errors that may be temporary."""
+        """A call is retried at most `retries` times after engine errors that may be temporary."""
         super().__init__(recorder, seed)
         self.recorder, self.engine, self.sampling = recorder, engine, sampling
         self._recorded = cast(CapableEngine, engine) if engine is not None and "recorded" in engine.can else None
@@ -115,9 +115,9 @@ class LLM(Clock):
         self._delegated: list[tuple[Step, str]] = []
         """(step, path) for each step that the sub-agent at this path is about to yield."""
         self._read: list[tuple[Step, str]] = []
-        """(step, call) for each step whose agent stated that it was read from this call."""
+        """(step, call) for each step that the agent read from this one call, as it stated with `read_from`."""
         self._unread: dict[str, list[str]] = {}
-        """The calls of each agent from which no step has been read yet, by path."""
+        """Each agent's calls that no step has been read from yet, by path."""
         self._newest: dict[str, str] = {}
         """The newest answered call of each agent in this turn, by path."""
         self.asked = 0
@@ -150,16 +150,17 @@ class LLM(Clock):
         seed: int | None = None,
         listener: Listener | None = None,
     ) -> Reply:
-        """Ask the model, as the agent whose view is `tape`.
+        """Ask the model as the agent that sees `tape`.
 
-        The prompt is `system` and the tape's conversation, or `messages` unchanged. `tools` are step classes or
-        function schemas. `conversation` names a further conversation of the same agent, with its own history and seeds.
-        If one agent asks several questions concurrently, each question needs its own conversation name. Otherwise the
-        order of the calls would depend on the event loop. `sampling` replaces the episode's sampling parameters for
-        this call, and `seed` is mixed into the call's own seed. `listener` receives tokens while they are sampled. Use
-        it only for display, because not every engine reports tokens before the answer is complete.
-        While concurrent calls hold all tokens that are left of a token limit, this call waits. Raises LimitReached
-        (don't catch it), ModelFailed and RenderFailed.
+        The prompt is `system` followed by the tape's conversation. If `messages` are given, they are the whole prompt.
+        `tools` are step classes or function schemas. `conversation` names a further conversation of the same agent,
+        with its own history and seeds. If one agent asks several questions concurrently, each question needs its own
+        conversation name. Otherwise the order of the calls would depend on the event loop. `sampling` replaces the
+        episode's sampling parameters for this call, and `seed` is mixed into the call's own seed. `listener` receives
+        tokens while they are sampled. Use it only for display, because not every engine reports tokens before the
+        answer is complete.
+        This call waits while concurrent calls hold all remaining tokens of a token limit. Raises LimitReached (don't
+        catch it), ModelFailed and RenderFailed.
         """
         if self.engine is None:
             raise ValueError(
@@ -175,12 +176,12 @@ class LLM(Clock):
     # Attribution: for each yielded step, the rollout asks which path yielded it and which calls it was read from
 
     def spoke(self, step: Step, path: str) -> None:
-        """`delegate` calls this when the sub-agent at `path` is about to yield this step."""
+        """Note that the sub-agent at `path` is about to yield this step. `delegate` calls this method."""
         if not any(seen is step for seen, _ in self._delegated):
             self._delegated.append((step, path))
 
     def read_from(self, step: Step, call: str) -> None:
-        """Note that the step about to be yielded was read from this call alone, even if the agent made other calls."""
+        """Attribute `step` to this call alone, even if the agent made others. Call this before the step is yielded."""
         self._read.append((step, call))
 
     def attribute(self, step: Step, outermost: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
@@ -207,10 +208,9 @@ class LLM(Clock):
         self._unread.clear()
 
     def authored(self, tape: Tape, step: Step, path: str) -> tuple[tuple[str, int, int], ...]:
-        """Record, as a call, a step that the agent wrote without a model. Return the step's calls.
+        """Record a call for a step that the agent wrote without a model. Return the step's calls.
 
-        If the engine has a renderer, the call has token ids, so the tape can be trained on like a tape that a model
-        wrote.
+        With a renderer, the call has token ids. Training can then use the tape as if a model had written it.
         """
         messages = tape.messages(path=path)
         rendered = self._render(path, "", messages, None)
@@ -243,7 +243,7 @@ class LLM(Clock):
         self._numbers[stream] = n
 
     async def close(self) -> None:
-        """Cancel the calls that the agent's helper tasks still make, and let the engine drop the episode's KV cache."""
+        """Cancel the calls that the agent left in flight, and let the engine drop the episode's KV cache."""
         self._closed = True
         asking = [task for task in self._asking if task is not asyncio.current_task()]
         for task in asking:
@@ -272,7 +272,7 @@ class LLM(Clock):
         return self.latch(LimitReached(limit, message))
 
     def latch(self, reached: LimitReached) -> LimitReached:
-        """Make all later calls raise the first limit that was reached, and return it. `reached` is the newest one."""
+        """Make all later calls raise the first limit that was reached, and return it. `reached` is the newest limit."""
         self.latched = self.latched or reached
         return self.latched
 
@@ -280,7 +280,7 @@ class LLM(Clock):
         return self._latch(CauseType.TOKENS, f"{self.sampled} tokens sampled, the limit is {self._limits.tokens}")
 
     def _failed(self, error: EngineError) -> ModelFailed | LimitReached:
-        """Return the exception that the agent gets for an engine's error: the context limit, or ModelFailed."""
+        """Return LimitReached if the prompt was too long, and ModelFailed for any other error of the engine."""
         if isinstance(error, EngineStopped):
             self.stopped = error
         if isinstance(error, PromptTooLong):
@@ -288,8 +288,8 @@ class LLM(Clock):
         return ModelFailed(error_text(error))
 
     def _answered(self, path: str, call: str) -> None:
-        """Let later steps of `path` be attributed to this call. This isn't done for a call without an answer, because
-        the agent saw nothing to read a step from."""
+        """Note that a call was answered, so that later steps of `path` can be attributed to it. A call without an
+        answer isn't noted, because no step can be read from it."""
         self._unread.setdefault(path, []).append(call)
         self._newest[path] = call
         if self._budget.spent:
@@ -321,7 +321,7 @@ class _Exchange:
         self._timer = CallTimer(llm.timers)
         self._listener: _SafeListener | None = None
         self._partial: list[Completion] = []
-        """The completion up to a cancellation, if the engine reported one."""
+        """The completion up to a cancellation, if the engine reported this completion."""
 
     # prepare
 
@@ -364,8 +364,8 @@ class _Exchange:
         self._pending = PendingCall(call, path, conversation, request, rendered, tools)
 
     def _check_sight(self) -> None:
-        """Raise RenderFailed if the engine can't see a picture or video in the messages. Also raise it if no step or
-        request has shown the picture or video, for example because a model wrote the message part."""
+        """Raise RenderFailed if the messages contain a picture or video and the engine can't see. Also raise it if no
+        step or request has shown the picture or video, for example because a model wrote this part of the message."""
         engine, known = self._engine, self._llm.recorder.shown
         for part in (part for message in self._messages for part in content_parts(message)):
             shown = video_in(part) or known.get(str(part.get("media")))
@@ -379,8 +379,8 @@ class _Exchange:
     def _fit(
         self, rendered: Rendered | None, base: Sampling, temperature: float | None, max_tokens: int | None
     ) -> tuple[Rendered | None, Sampling]:
-        """Return (prompt, sampling), fitted into the limits. The prompt is cut if `Limits.keep_prompt` is set, and
-        max_tokens is at most the number of tokens that still fit into the context."""
+        """Return (prompt, sampling), fitted into the limits. If `Limits.keep_prompt` is set, a prompt that is too long
+        is cut. max_tokens is reduced to the space that the prompt leaves in the context."""
         limits = self._llm._limits
         wanted = base.max_tokens if max_tokens is None else max_tokens
         context = min((size for size in (limits.context, self._engine.context) if size), default=None)
@@ -443,10 +443,11 @@ class _Exchange:
         return completion
 
     async def _take_tokens(self) -> int:
-        """Take tokens for this call from the episode's limit. Return how many. Raises LimitReached if all are spent.
+        """Take tokens for this call from the episode's limit, and return their number. Raises LimitReached if all are
+        spent.
 
-        In a replay, the engine knows how many tokens the recorded call got. This number can't be computed again because
-        it depended on how long the answers to concurrent calls took, which no tape records.
+        In a replay, the engine knows how many tokens the recorded call got. This number can't be computed again. It
+        depended on how long concurrent answers took, and no tape records that.
         """
         llm, request = self._llm, self._pending.request
         if llm._recorded is not None and llm._limits.tokens is not None:
@@ -460,7 +461,7 @@ class _Exchange:
         return held
 
     async def _complete(self) -> tuple[Completion, tuple[Attempt, ...]]:
-        """Return the completion, and all attempts to get it. Raises _Failed if no retry would help or none is left."""
+        """Return the completion and all attempts. Raises _Failed if a retry wouldn't help or all retries failed."""
         request, timer = self._pending.request, self._timer
         attempts: list[Attempt] = []
         timer.call()
@@ -546,7 +547,7 @@ class _SafeListener:
 
 
 def _limited(request: Request, tokens: int) -> Request:
-    """Return the request with its max_tokens reduced to `tokens`, if it is larger."""
+    """Return the request with at most `tokens` as its max_tokens."""
     sampling = request.sampling
     if sampling.max_tokens <= tokens:
         return request

@@ -39,8 +39,8 @@ class Recorder:
         return self.log.begin.tape
 
     def write(self, record: Record) -> None:
-        """Append the record to the log, then to the journal, so that a record that the log rejects is never written to
-        disk."""
+        """Append the record to the log, then to the journal. A record that the log rejects is therefore never written
+        to disk."""
         if isinstance(record, StepRecord) and record.media:
             self._show(record.content)
         body = self.log.append(record)
@@ -50,7 +50,7 @@ class Recorder:
     async def keep(self, step: Step) -> None:
         """Store the files of the step's pictures without blocking the event loop.
 
-        A file must be durable before a record names it. Without this method, `write` would block until it is durable.
+        A file must be durable before a record names it. Without this method, `write` would block until then.
         """
         await asyncio.to_thread(self._show, step)
 
@@ -60,7 +60,7 @@ class Recorder:
         self.asked.add(picture.name)
 
     def asked_in(self, messages: Sequence[Message]) -> tuple[str, ...]:
-        """Return the names of those pictures in `messages` that a program sent in a request."""
+        """Return the names of the pictures in `messages` that came with a program's request."""
         if not self.asked:
             return ()
         names = (str(part.get("media")) for part in image_parts(messages))
@@ -81,7 +81,7 @@ class Recorder:
         return Tape(self.log).picture(name)
 
     def add_layer(self, record: Record) -> None:
-        """Write a record about the tape that isn't part of the tape, so the tape's digest doesn't cover it."""
+        """Write a record about the tape. It isn't part of the tape, so the tape's digest doesn't cover it."""
         self.log.layers.append(record)
         if self.journal is not None:
             self.journal.append(record.body())
@@ -96,7 +96,7 @@ class Recorder:
         return self.journal is not None and self.journal.durability is Durability.STEP
 
     async def durable(self) -> None:
-        """Return when everything written so far would survive a power failure."""
+        """Wait until everything written so far would survive a power failure."""
         if self.journal is not None:
             await self.journal.durable()
 

@@ -1,9 +1,9 @@
 """The rollout runs one episode from `reset` to `end`.
 
-Errors of the agent, the environment and the model are not raised. They end the episode, and the tape records their
-type, because a failed episode is data too. Three errors of a running episode are raised. A failure of the store is
-raised at once, because an episode that can't be recorded must stop. A cancellation by the caller and `EngineStopped`,
-after which the engine can't answer any episode, are raised after the tape is closed.
+Almost every error of the agent, the environment or the model only ends the episode. It is recorded on the tape and not
+raised, because a failed episode is data too. Three errors of a running episode are raised. A failure of the store is
+raised at once, because an episode that can't be recorded must stop. A cancellation by the caller is raised after the
+tape is closed. So is `EngineStopped`, which means that the engine can't answer any episode.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ _FLOORS = ("tapes", "envs", "agents", "finetune", "cli")
 
 
 NOT_FAULTS = (StoreFailed, asyncio.CancelledError, KeyboardInterrupt)
-"""Exceptions that aren't recorded as an error of the agent or the environment: a failing store, a cancellation by the
-caller (`Supervised` passes on no other cancellation) and Ctrl-C."""
+"""Exceptions that are never recorded as an error of the agent or the environment: a failure of the store, Ctrl-C and a
+cancellation by the caller. `Supervised` passes on no other cancellation."""
 
 
 class AgentFault(Exception):
-    """The agent broke the contract of `act`. It yielded no Action, or something that is neither thought nor Action."""
+    """The agent broke the contract of `act`: it yielded no Action, or something other than thoughts and an Action."""
 
 
 @check_arguments
@@ -95,17 +95,17 @@ async def rollout(
 ) -> Tape:
     """Run one episode of `agent` in `env` on `task`, and return its closed tape.
 
-    `env` is an instance that no other episode uses, or a factory. If `task` isn't a Task, it becomes the task's private
-    part, which `reset` gets and the agent never sees. `seed` is used for sampling. `env_seed` is used for the
-    environment and is derived from `seed` by default.
+    `env` is an instance that no other episode uses, or a factory. If `task` isn't a Task, it becomes the private part
+    of a new Task. `reset` gets this part, and the agent never sees it. `seed` is for sampling. `env_seed` is for the
+    environment. By default it is derived from `seed`.
     `fork` is a prefix made by `tape.at_turn(k)`. The environment is restored to the state after this prefix, and the
-    episode continues from there. If the environment doesn't reach the recorded state, the episode ends with an error,
-    unless `unverified` gives a reason to continue. The reason is recorded.
-    If there is a `journal`, each record is written as soon as it is made. If the environment isn't `pure`, the record
-    of an action is durable before the action is carried out. If the engine is waiting for its servers, the episode
-    begins after that wait.
-    Raises NotAnEnvironment before the episode begins, and StoreFailed, EngineStopped, CancelledError and
-    KeyboardInterrupt during it. Every other error is recorded on the tape and ends the episode.
+    episode continues from there. If the environment doesn't reach the recorded state, the episode ends with an error by
+    default. If `unverified` gives a reason to continue, the reason is recorded and the episode continues.
+    If there is a `journal`, each record is written to it as soon as it is made. If the environment isn't `pure`, the
+    record of an action is durable before the action is carried out. If the engine is waiting for its servers, the
+    episode begins after that wait.
+    Raises NotAnEnvironment before the episode begins. During the episode, raises StoreFailed, EngineStopped,
+    CancelledError and KeyboardInterrupt. Every other error ends the episode and is recorded on the tape.
     """
     absence = absence_of(engine)
     if absence is not None:
@@ -388,7 +388,7 @@ class Episode:
         return None
 
     def _ended(self, kind: CauseType, error: BaseException) -> tuple[Status, Cause | None]:
-        """Return the status and cause with which an error ends the episode. `kind` says whose code raised the error."""
+        """Return the status and cause of an episode that this error ends. `kind` says whose code raised the error."""
         if isinstance(error, Stopped) and self.timers.reached is not None:
             return _limit(self.timers.reached)
         # An agent's TaskGroup wraps the exceptions that its model calls raise.
@@ -418,7 +418,7 @@ class Episode:
         )
 
     async def _score_all(self, status: Status, cause: Cause | None) -> tuple[Status, Cause | None]:
-        """Record the rewards from the environment's `finish`, then those from sources that read the whole tape.
+        """Record the rewards from the environment's `finish`, then the rewards from sources that read the whole tape.
 
         Only an episode that can be trained on is scored.
         """
@@ -500,10 +500,10 @@ def _cause(kind: CauseType, error: BaseException) -> Cause:
 
 @functools.lru_cache(maxsize=4096)
 def _is_user_code(file: str) -> bool:
-    """Return whether a file is the user's, because it isn't part of Python, of an installed package or of Tapereel.
+    """Return whether a file is the user's own, and not part of Python, an installed package or Tapereel.
 
-    Code typed into an interpreter or a notebook counts as the user's. Code from `<string>` doesn't, because this is the
-    file name of the methods that dataclasses generate.
+    Code typed into an interpreter or a notebook counts as the user's. Code from `<string>` doesn't count, because
+    methods that dataclasses generate have this file name.
     """
     if file.startswith(tuple(f"{_PACKAGE / name}/" for name in _FLOORS)):
         return False
@@ -525,7 +525,7 @@ def _first_time(*fault: str | None) -> bool:
 
 
 class _Unmade(Environment[Action]):
-    """Takes the place of an environment whose constructor raised an error. The episode ends with this error."""
+    """Stands in for an environment that couldn't be constructed. The episode ends with the constructor's error."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error

@@ -15,7 +15,7 @@ def derive_seed(seed: int, *parts: str | int) -> int:
 
 
 def seed_stream(path: str, conversation: str) -> str:
-    """Return the name of the stream that seeds the calls of one agent in one conversation, one after another.
+    """Return the name of the seed stream for one agent's calls in one conversation.
 
     Each stream counts its own calls. So a call's seed doesn't depend on the order in which concurrent agents ask.
     """

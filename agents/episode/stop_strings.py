@@ -14,9 +14,9 @@ def cut_at_stop(
 ) -> Completion:
     """Return the completion, cut at its first stop string.
 
-    `decode` turns ids into text. It is None for an engine without a renderer. Sampling goes from left to right, so the
-    kept ids are those that an engine with stop strings would have sampled. The returned text ends before the stop
-    string. The returned ids include the stop string, because the model sampled it.
+    `decode` turns ids into text. It is None for an engine without a renderer. Sampling goes from left to right, so an
+    engine with stop strings would have sampled the same ids. The returned text ends before the stop string. The
+    returned ids include the stop string, because the model sampled it.
     """
     at = _first_stop(completion.text or "", stops)
     if at is None:

@@ -2,11 +2,12 @@
 
 Agent time is the time that the policy causes: the agent's own code, its tools, and its model calls while the model
 computes. An episode that reaches the limit of agent time is scored, like one that reaches the limit of turns. System
-time is everything else: the engine's queue, retries, the environment and Tapereel, but not the wait for servers that
-don't answer. If an episode reaches the limit of system time, the policy is not at fault, so the episode is repeated.
+time is everything else: the engine's queue, retries, the environment and Tapereel. It doesn't include the wait for
+servers that don't answer. If an episode reaches the limit of system time, the policy is not at fault, and the episode
+is repeated.
 
 An engine calls `Request.on_start` when the model begins to compute. If an engine doesn't call it, the whole call is
-system time, because a policy must not be punished for time in a queue that wasn't measured.
+system time. A policy must not be punished for an unmeasured wait in a queue.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ class Timers:
         limit = self._limits[self._agents]
         if limit is None or self.reached is not None:
             return
-        # An alarm that rings too early is set again, so most changes leave it alone. It may ring 10 ms late, but
-        # without this minimum it would ring continuously if servers go away just before the limit.
+        # An alarm that rings too early is set again, so most changes leave it alone. It may ring 10 ms late. Without
+        # this minimum, it would ring continuously if servers go away just before the limit.
         loop = asyncio.get_running_loop()
         due = loop.time() + max(limit - self._spent[self._agents], 0.01)
         if self._alarm is None or due < self._alarm.when():
@@ -133,8 +134,7 @@ class Timers:
 
 
 class CallTimer:
-    """Reports a call and its attempts to the episode's timers. Ignores a start that is reported after a
-    cancellation."""
+    """Reports a call and its attempts to the episode's timers. A late start, after a cancellation, is ignored."""
 
     def __init__(self, timers: Timers) -> None:
         self._timers = timers
@@ -156,7 +156,7 @@ class CallTimer:
             self._timers.worked(1)
 
     def attempt(self, error: str | None = None) -> Attempt:
-        """Return the record of the attempt, which has ended. The model no longer works on it."""
+        """Note that the attempt has ended, and return its record."""
         found = Attempt(seconds=time.perf_counter() - self._begun, error=error, queued=self._queued)
         self._wait()
         return found

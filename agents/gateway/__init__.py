@@ -1,4 +1,4 @@
-"""The gateway is a server for OpenAI's protocol that makes any program an agent, with tapes for replay and training.
+"""The gateway serves OpenAI's protocol. It makes any program an agent, and records tapes for replay and training.
 
 `Program` starts one program per episode, inside a rollout or the training loop. `tapereel serve gateway` serves
 programs that are started elsewhere. The gateway needs the extra `http`.

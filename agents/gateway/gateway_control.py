@@ -47,7 +47,7 @@ from .openai_protocol import Refused, invalid
 log = logger("gateway")
 
 REMEMBERED = 10_000
-"""Maximum number of ended tapes whose final state can still be queried. The oldest are dropped first."""
+"""The final states of at most this many ended tapes are kept for queries. The oldest are dropped first."""
 _Route = Callable[[web.Request], Awaitable[object]]
 BodyT = TypeVar("BodyT", bound=BaseModel)
 Ending = Literal["finished", "truncated", "error", "cancelled"]
@@ -58,7 +58,8 @@ class ClientFailed(TapereelError, RuntimeError):
 
 
 class Budget(BaseModel):
-    """Limits of one tape. None means the gateway's limit. A tape that reaches a limit ends with it as the cause."""
+    """Limits of one tape. None means the gateway's limit. Reaching a limit ends the tape, with the limit as the
+    cause."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     calls: int | None = Field(default=None, ge=1)
@@ -70,7 +71,7 @@ class Budget(BaseModel):
     system_seconds: float | None = Field(default=None, gt=0)
     """Maximum seconds for everything else, as in `Limits`."""
     idle: float | None = Field(default=None, gt=0)
-    """Seconds without a request after which the tape ends."""
+    """The tape ends after this many seconds without a request."""
 
 
 class BeginTape(BaseModel):
@@ -88,7 +89,7 @@ class BeginTape(BaseModel):
 
 
 class ScoreTape(BaseModel):
-    """The body of a request that scores a tape. A later request replaces the value of a name that was set before."""
+    """The body of a request that scores a tape. If a name already has a value, the new value replaces it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     rewards: dict[str, Annotated[FiniteFloat, Field(ge=-REWARD_LIMIT, le=REWARD_LIMIT)]] = {}
@@ -132,8 +133,8 @@ class Client(Agent):
         key = self._gateway.open(session)
         self._open.llm = llm
         self._open.ready.set_result(key)
-        # `over` only ends the loop below. The reason for the end is found afterwards in `_ending`, so the order in
-        # which the client, the idle watch and a failure call `over` doesn't matter.
+        # `over` only ends the loop below. The client, the idle watch and a failure may call it in any order, because
+        # `_ending` finds the reason for the end afterwards.
         end.add_done_callback(lambda _: session.over())
         watch = asyncio.ensure_future(_idle(session, self._idle))
         said = ""
@@ -151,8 +152,8 @@ class Client(Agent):
 
 def _ending(session: Session, end: asyncio.Future[EndTape], idle: float, said: str) -> str:
     """Return the final answer of the tape, or raise the reason why the tape ends without one."""
-    # A failure takes precedence over a limit, and a limit over the end that the client asked for. The client may have
-    # ended the tape because its request was refused, and then the tape must state why it was refused.
+    # A failure takes precedence over a limit, and a limit over the end that the client asked for. If the client ended
+    # the tape because its request was refused, the tape must state why the request was refused.
     if session.broken is not None:
         raise session.broken
     if session.limited is not None:
@@ -175,7 +176,7 @@ async def _idle(session: Session, seconds: float) -> None:
 
 
 class Elsewhere(Environment[Answer]):
-    """The environment on the client's side, for which the client reports rewards, metrics and truncation."""
+    """The environment on the client's side. The client reports its rewards, metrics and truncation."""
 
     def __init__(self, open_: _Open) -> None:
         self._open = open_
@@ -210,7 +211,7 @@ class Control(Gateway):
     ) -> None:
         """`token` is the admin token. Raises UsageError if it has under 16 characters. If it is None, one is generated.
 
-        `idle` is the number of seconds without a request after which a tape ends. At most `most` tapes may be open.
+        A tape ends after `idle` seconds without a request. At most `most` tapes may be open.
         """
         super().__init__(host, token=token, bounds=bounds or Bounds())
         self._engine, self._journal = engine, journal
@@ -220,7 +221,7 @@ class Control(Gateway):
         self._done: OrderedDict[str, dict[str, JsonValue]] = OrderedDict()
         self._closed = False
         self.stopped: asyncio.Future[EngineStopped] = asyncio.get_running_loop().create_future()
-        """Set to the error after which the engine can't answer any tape."""
+        """Set to the engine's error when the engine can't answer any more tapes."""
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes of OpenAI's protocol and the control routes."""
@@ -261,7 +262,8 @@ class Control(Gateway):
     async def _begin(self, request: web.Request) -> object:
         """Begin a tape. Returns its id, its API key and the base URL for requests to the model.
 
-        Raises Refused if the gateway is ending or too many tapes are open, and StoreFailed if the tape isn't written.
+        Raises Refused if the gateway is ending or too many tapes are open. Raises StoreFailed if the tape can't be
+        written.
         """
         asked = self._body(request, BeginTape)
         if self._closed:
@@ -398,9 +400,9 @@ class GatewayConfig(EpisodesConfig):
     limits: Limits = Limits(agent_seconds=3600.0, system_seconds=3600.0)
     """Limits of a tape if its client doesn't set any."""
     idle_seconds: float = Field(default=300.0, gt=0)
-    """Seconds without a request after which a tape is ended."""
+    """A tape is ended after this many seconds without a request."""
     hold_seconds: float = Field(default=60.0, ge=0)
-    """Seconds that a request waits for a weight sync before it is refused with 429."""
+    """Maximum seconds that a request waits for a weight sync. After that it is refused with 429."""
     max_body: int = Field(default=8 * 1024 * 1024, ge=1024)
     """Maximum bytes of one request body."""
 

@@ -4,8 +4,8 @@
     /tapereel/tapes/...         begin, score and end tapes     with the admin token (`gateway_control.py`)
 
 The server stores only the digest of a key. A key is valid for one tape, until that tape ends. By default, the server
-listens on the loopback address only. The sizes of bodies and headers and the time to send them are limited. Refused
-requests are logged without the key. `gateway_session` answers requests, and `openai_protocol` parses them.
+listens on the loopback address only. The size of bodies and headers is limited, and so is the time to send them.
+Refused requests are logged without the key. `gateway_session` answers requests, and `openai_protocol` parses them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .openai_protocol import CHUNK, ChatRequest, Refused, delta, read_request
 log = logger("gateway")
 
 REMEMBERED = 10_000
-"""Maximum number of keys of ended tapes that are remembered, to distinguish them from unknown keys."""
+"""The keys of at most this many ended tapes are remembered, to distinguish them from unknown keys."""
 USE_HEADER = "X-Tapereel-Use"
 """Request header with which the program labels the call for training. Its value is one of `USES`."""
 MODEL = "policy"
@@ -58,9 +58,9 @@ class Bounds:
     write_seconds: float = 60.0
     """Time limit for a client to receive an answer, or each piece of a stream."""
     quiet_seconds: float = 15.0
-    """Seconds of silence in a stream after which a comment is sent, so that the client doesn't time out."""
+    """After this many seconds of silence in a stream, a comment is sent so that the client doesn't time out."""
     hold_seconds: float = 60.0
-    """Seconds that a request waits during a weight sync before it is refused with 429 and Retry-After."""
+    """Maximum seconds that a request waits during a weight sync. After that it is refused with 429 and Retry-After."""
 
 
 class Gateway(HttpService):
@@ -131,7 +131,7 @@ class Gateway(HttpService):
                 self._ended.popitem(last=False)
 
     def without_keys(self, *values: object) -> None:
-        """Raise Refused if these JSON values, which will be recorded, contain a tape's key or the admin token."""
+        """Raise Refused if JSON values that will be recorded contain a tape's key or the admin token."""
         text = to_json(values).decode()
         if to_json(self.token).decode()[1:-1] in text:
             raise Refused(400, "the body holds the admin token, which would be recorded; leave it out")
@@ -154,7 +154,7 @@ class Gateway(HttpService):
     def pause(self) -> None:
         """Hold new requests during a weight sync, until `resume` has been called once for each `pause`.
 
-        Requests held for `hold_seconds` are refused with 429. The engine decides how a sync affects calls in flight.
+        After `hold_seconds`, a held request is refused with 429. The engine decides how a sync affects calls in flight.
         """
         self._paused += 1
 
@@ -238,8 +238,8 @@ class Gateway(HttpService):
     ) -> web.StreamResponse:
         """Stream the answer while it is sampled.
 
-        Nothing is sent before the first token, so an error before it still gets its own HTTP status. An error after it
-        is sent as an event, because the status 200 has already been sent.
+        An error before the first token gets its own HTTP status, because nothing has been sent at that point. A later
+        error is sent as an event, because the status 200 has already been sent.
         """
         live, response = Live(asked), web.StreamResponse(headers=_EVENTS)
         asking = asyncio.ensure_future(session.ask(asked, use=use, live=live))
@@ -265,8 +265,8 @@ class Gateway(HttpService):
             self._log(request, refused)
             await self._write(request, response, _events([refused.body]))
         finally:
-            # If the client is gone, the partial answer is recorded before this method returns. This uses `wait` and not
-            # `await asking`, which would raise the request's error and replace the error that is being raised.
+            # If the client is gone, the partial answer is recorded before this method returns. This uses `wait`,
+            # because `await asking` would raise the request's error in place of the error that is being raised.
             asking.cancel()
             await asyncio.wait([asking])
             if not asking.cancelled():

@@ -47,17 +47,17 @@ class Pieces:
         self._decoder, self._stops, self._tools = decoder, stops, tools
         self._held = ""
         self._fresh, self._thinking = True, False
-        """What precedes `_held` in the answer, in the form that `free_prefix` takes."""
+        """The state of the answer before `_held`, as `free_prefix` takes it."""
 
     def feed(self, ids: Sequence[int]) -> str:
-        """Add ids, and return the further text that can be sent now."""
+        """Add ids, and return the new text that can be sent now."""
         self._held += self._decoder.feed(ids)
         n = self._free()
         piece, self._held = self._held[:n], self._held[n:]
         return piece
 
     def _free(self) -> int:
-        """Return how many of the held characters belong to the answer's text, however the answer continues."""
+        """Return how many of the held characters are certain to belong to the answer's text."""
         held = self._held
         n = min((_before(held, stop) for stop in self._stops), default=len(held))
         if self._tools:
@@ -66,7 +66,8 @@ class Pieces:
 
 
 def _before(text: str, word: str) -> int:
-    """Return the index at which `word` begins in `text` or may begin at its end, and otherwise the length of `text`."""
+    """Return the index of `word` in `text`. If it is missing, return the length of `text` without an incomplete `word`
+    at its end."""
     at = text.find(word)
     return at if at >= 0 else len(text) - overlap(text, word)
 
@@ -74,8 +75,8 @@ def _before(text: str, word: str) -> int:
 class Live:
     """The streamed answer to one request. The engine's listener writes it, and the HTTP handler reads it. Single use.
 
-    Both run in the same event loop. If the engine retries after text was sent, the new attempt must repeat the sent
-    text. If it doesn't, the stream stops and `end` returns False.
+    The listener and the handler run in the same event loop. If the engine retries after text was sent, the new attempt
+    must repeat the sent text. Otherwise the stream stops and `end` returns False.
     """
 
     def __init__(self, request: ChatRequest) -> None:
@@ -92,9 +93,9 @@ class Live:
         self._new = array("i")
         """Ids (int32) that `take` hasn't decoded yet."""
         self._again = ""
-        """The sent text that the new attempt must repeat after a failed attempt."""
+        """The sent text that a new attempt must still repeat after a failed one."""
         self._parted = False
-        """Whether to send no more, because the new attempt differs from the sent text or the answer is complete."""
+        """True if nothing more may be sent: the new attempt differs from the sent text, or the answer is complete."""
 
     def open(self, id: str, renderer: Renderer | None) -> None:
         """Called before the first token. `renderer` is the engine's renderer. If it is None, no tokens are streamed."""
@@ -106,13 +107,14 @@ class Live:
         self.moved.set()
 
     def again(self) -> None:
-        """Implements `Listener.again`. `LLM` calls it before a retry, which must begin with the sent text."""
+        """Implements `Listener.again`. `LLM` calls it before a retry. The new answer must begin with the sent text."""
         # The decoder is replaced too, because its state belongs to the ids of the failed attempt.
         self._new, self._pieces = array("i"), None
         self._again, self._parted = self.sent, False
 
     async def quiet(self, seconds: float | None) -> bool:
-        """Wait until `moved` is set, and clear it. Return True if that takes longer than `seconds` (None: no limit)."""
+        """Wait until `moved` is set, clear it and return False. Return True if `seconds` (None: no limit) pass
+        first."""
         try:
             async with asyncio.timeout(seconds):
                 await self.moved.wait()
@@ -141,13 +143,13 @@ class Live:
         return text[n:]
 
     def end(self, text: str) -> bool:
-        """Stop streaming, because the answer is complete. Return whether the sent text is a prefix of `text`."""
+        """Stop streaming. `text` is the complete answer. Return whether it begins with the sent text."""
         self._new, self._parted = array("i"), True
         return text.startswith(self.sent)
 
 
 class Session:
-    """`answer = await session.ask(request)`, any number of times and concurrently, until `close`. Single use."""
+    """Answers a program's requests with `ask`, also concurrently, until `close`. A session serves one tape."""
 
     def __init__(self, tape: Tape, llm: LLM, *, follow: bool = True) -> None:
         """If `follow` is true, the program's requests set temperature and top_p. Otherwise the run sets them."""
@@ -157,15 +159,15 @@ class Session:
         self._asking: set[asyncio.Task[ChatAnswer]] = set()
         self._numbers: Counter[str] = Counter()
         self._sent: dict[str, tuple[Message, Message]] = {}
-        """(Message as sent, message as recorded) for each tool call in a sent answer, by the call's id."""
+        """For the id of each tool call in a sent answer: (the answer's message as sent, the message as recorded)."""
         self._pictures: dict[bytes, Picture] = {}
         """The picture of each data URL, by the URL's digest."""
         self._exchanges: asyncio.Queue[Exchange | None] = asyncio.Queue()
         self._declared: dict[str, Use] = {}
         self.closed = False
         self.broken: BaseException | None = None
-        """The exception that must end the episode, even if the program ignores that its request was refused. Its source
-        is a failing store, the end of a replay, or an error in Tapereel."""
+        """The exception that must end the episode, even if the program ignores that its request was refused. It comes
+        from a failing store, the end of a replay, or an error in Tapereel."""
         self.failed: ModelFailed | None = None
         """The engine's last failure, or None if a later request was answered."""
         self.limited: LimitReached | None = None
@@ -195,9 +197,9 @@ class Session:
     async def ask(self, request: ChatRequest, *, use: Use | None = None, live: Live | None = None) -> ChatAnswer:
         """Sample the model's answer and record the call.
 
-        `use` is the label that the program itself gives the call for training. If it is None, `linking` finds the
-        label. `live` receives the tokens while they are sampled. If `ask` is cancelled, the tokens sampled so far are
-        recorded before it returns. Raises Refused, and StoreFailed if the call can't be written.
+        `use` is the call's training label if the program sets one. If it is None, `linking` finds the label. `live`
+        receives the tokens while they are sampled. If `ask` is cancelled, the tokens sampled so far are recorded before
+        it returns. Raises Refused, and StoreFailed if the call can't be written.
         """
         if self.closed:
             raise ended()
@@ -230,9 +232,9 @@ class Session:
 
     async def _ask(self, request: ChatRequest, use: Use | None, live: Live | None) -> ChatAnswer:
         try:
-            # Use the messages as recorded, not as the client sent them back. With a message as the model wrote it, the
-            # renderer keeps the sampled ids as the prefix of this prompt. A tool call that the client serialised again
-            # could encode to other tokens, and so start a new row.
+            # Use the recorded messages, not the ones that the client sent back. The renderer then keeps the sampled ids
+            # as the prefix of this prompt. A tool call that the client serialised again could encode to other tokens
+            # and start a new row.
             messages = [self._recorded(message) for message in await self._with_pictures(request.messages)]
             conversation = _conversation(messages)
             # Ids come from the conversation and a count, not from a clock or a random source. So a replay makes the
@@ -340,7 +342,7 @@ class Session:
         return Tape(self._llm.recorder.log)
 
     def _recorded(self, message: Message) -> Message:
-        """Return the recorded form of a message that repeats a sent answer with tool calls. Others stay unchanged.
+        """If the message repeats a sent answer with tool calls, return the recorded message. Others stay unchanged.
 
         The role `developer` becomes `system`, which chat templates know.
         """
@@ -398,7 +400,7 @@ class Session:
 
 
 def ended() -> Refused:
-    """Return the error for the key of an ended tape."""
+    """Return the error for a request with the key of an ended tape."""
     return Refused(403, "the tape of this key has ended", code="tape_ended", final=True)
 
 
@@ -409,7 +411,7 @@ def _limit(error: LimitReached) -> Refused:
 
 
 def _conversation(messages: list[Message]) -> str:
-    """Return a name derived from the messages up to and including the first one that isn't a system message.
+    """Return a name derived from the leading system messages and the first message after them.
 
     Every continuation of a conversation has the same name, whatever the order of concurrent requests.
     """

@@ -1,15 +1,17 @@
-"""Finds which calls of a program continue which, and which calls train the agent. The results become `Label` layers.
+"""Finds which calls of a program continue an earlier call, and which calls train the agent. The results become `Label`
+layers.
 
 A call continues another call if and only if its prompt begins with the exact prompt and completion tokens of the other
-call. The order of the records doesn't matter, because a parent may be recorded late. (A cut-off answer is recorded when
-its client disconnects, which may be after the next request.) Each call with an answer gets one of these labels:
+call. The order of the records doesn't matter, because the other call may be recorded late. (A cut-off answer is
+recorded when its client disconnects, which may be after the next request.) Each call with an answer gets one of these
+labels:
 
-    auxiliary  The system messages or tools differ from most calls', as in summaries, titles and helper agents.
+    auxiliary  The system messages or tools differ from the most common ones, as in summaries, titles and helper agents.
                A call that continues an agent's conversation without its tools, or with other tools, still counts as
                that agent's call.
-    discarded  The answer was retried (the same prompt was asked again, and this answer was never continued), or its
-               branch was abandoned (the program returned to an earlier answer and continued there), or its client
-               disconnected.
+    discarded  One of three things happened. A retry: the same prompt was asked again, and this answer was never
+               continued. An abandoned branch: the program returned to an earlier answer and continued there.
+               Or the client disconnected.
     agent      All other calls.
 
 Concurrent requests are neither retries of each other nor abandoned branches.
@@ -42,7 +44,7 @@ class _Node:
     place: int
     """Position in the order of recording."""
     identity: tuple[str, str | None]
-    """System messages and tools (see `_identity`) in the first call of this call's conversation."""
+    """System messages and tools of the conversation's first call (see `_identity`)."""
     asked: str
     """Digest or text of the prompt after the parent's tokens. Siblings with equal `asked` have the same prompt."""
     started: float
@@ -73,8 +75,8 @@ class _Node:
 def label_calls(tape: Tape, own: Mapping[str, Use] | None = None) -> list[Label]:
     """Return the labels of a program's calls.
 
-    An `agent` call whose parent is the recorded one needs no label and gets none. `own` maps a call to the label that
-    the program gave it, which overrides the label that is found here.
+    An `agent` call gets a label only if its parent differs from the recorded one. `own` has the labels that the program
+    itself gave, by call. They override the labels that are found here.
     """
     nodes = {
         call.call: _Node(call, k, ("", None), "", call.at - sum(a.seconds for a in call.attempts))
@@ -94,15 +96,16 @@ def label_calls(tape: Tape, own: Mapping[str, Use] | None = None) -> list[Label]
 
 
 def _identity(tape: Tape, call: Call) -> tuple[str, str | None]:
-    """Return the system messages among the first four messages, and the tools. They tell a program's agents apart."""
+    """Return the system messages among the first four messages, and the tools. They identify an agent of the
+    program."""
     said = [m["content"] for m in tape.call_messages(call)[:4] if m["role"] == "system"]
     return json.dumps(said), call.tools.hash if call.tools is not None else None
 
 
 def _share_identities(tape: Tape, nodes: Collection[_Node], roots: Sequence[_Node]) -> None:
-    """If a root continues another call's messages and answer, and only the tools differ, give it that call's identity.
+    """Give a root the identity of another call if it continues that call's messages and answer with other tools.
 
-    A template writes another prompt if the tools differ, so the root's tokens don't begin with that call's tokens.
+    With other tools, a template writes another prompt. The root's tokens then don't begin with the other call's tokens.
     """
     said = {node: [*tape.call_messages(node.call), node.call.reply] for node in nodes}
     for root in sorted(roots, key=lambda node: node.started):
@@ -113,7 +116,7 @@ def _share_identities(tape: Tape, nodes: Collection[_Node], roots: Sequence[_Nod
 
 
 def extends(tape: Tape, call: Call) -> bool:
-    """Return whether the call is recorded as a continuation that keeps all of its base's prompt and answer."""
+    """Return whether the recorded call continues its base and keeps the base's whole prompt and answer."""
     if call.base is None:
         return False
     base = tape.call(call.base)
@@ -166,7 +169,7 @@ def _digest(ids: array[int], places: Sequence[Place], start: int = 0, end: int |
 
 
 def _find_parents(tape: Tape, nodes: dict[str, _Node], roots: list[_Node], late: dict[str, str]) -> None:
-    """Find each root's parent: the longest call whose prompt and completion tokens are the start of the root's prompt.
+    """Find each root's parent. The root's prompt begins with all tokens of the parent, and the longest match counts.
 
     Comparing text isn't enough. Different ids can decode to the same text, and training needs the sampled ids.
     """
@@ -192,8 +195,8 @@ def _find_parents(tape: Tape, nodes: dict[str, _Node], roots: list[_Node], late:
 def _merge(nodes: dict[str, _Node], late: dict[str, str]) -> None:
     """If several calls have the same prompt and answer, make the last one the parent of all their continuations.
 
-    The tokens of these calls are equal and don't show which call the program continued. If one call is the parent, the
-    other calls have no continuation and count as retries. Otherwise the same tokens would be trained on several times.
+    The tokens don't show which of these calls the program continued. With the last one as the only parent, the others
+    have no continuation and count as retries. Otherwise the same tokens would be trained on several times.
     """
     levels = [[node for node in nodes.values() if node.parent is None]]
     while levels:
@@ -247,7 +250,8 @@ def _retries(family: list[_Node]) -> None:
     """Discard the answers in a family that the program didn't use.
 
     If the program continued any answer, the answers without a continuation are discarded. Otherwise the last call is
-    kept, and only calls that were answered before it started are discarded, because concurrent calls aren't retries.
+    kept, and the calls that were answered before it started are discarded. Any other call was concurrent, and
+    concurrent calls aren't retries.
     """
     if any(node.children for node in family):
         left = [node for node in family if not node.children]
@@ -259,7 +263,8 @@ def _retries(family: list[_Node]) -> None:
 
 
 def _branches(children: list[_Node]) -> None:
-    """Discard abandoned branches, whose last answer came before the program continued their parent in another way."""
+    """Discard abandoned branches. A branch is abandoned if the program continued its parent in another way after the
+    branch's last answer."""
     if len(children) < 2:
         return
     last = max(children, key=lambda node: node.started)

@@ -52,7 +52,7 @@ CHUNK = "chat.completion.chunk"
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 """OpenAI's error type for each HTTP status. Any other status below 500 is an `invalid_request_error`."""
 _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
-"""The code for an error that states no code, by HTTP status."""
+"""The default error code for each HTTP status."""
 
 
 class Refused(TapereelError, ValueError):
@@ -184,7 +184,7 @@ class ChatRequest(BaseModel):
     stream_options: StreamOptions = StreamOptions()
     logprobs: bool = Field(default=False, strict=True)
     token_ids: bool = Field(default=False, strict=True, validation_alias="return_token_ids")
-    """Whether the answer contains the token ids of prompt and completion, which is an extension by vLLM."""
+    """Whether the answer contains the token ids of prompt and completion. This is vLLM's extension of the protocol."""
 
 
 def read_request(data: Mapping[str, JsonValue]) -> ChatRequest:
@@ -230,7 +230,8 @@ class ChatAnswer:
     logprobs: list[dict[str, object]] | None = None
     """OpenAI's entries, one per token. None if the request didn't ask for log-probs or they are unknown."""
     prompt_ids: list[int] | None = None
-    """Token ids of the prompt, or None if the request didn't ask for them. The same holds for `ids`, the completion."""
+    """Token ids of the prompt, or None if the request didn't ask for them. The same holds for the completion's
+    `ids`."""
     ids: list[int] | None = None
     created: int = 0
     """Seconds since 1970."""
@@ -296,8 +297,8 @@ def delta(more: Mapping[str, object]) -> dict[str, object]:
 
 
 def token_logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> list[dict[str, object]]:
-    """Return OpenAI's entries for tokens and their log-probs (natural logarithm). NaN means that a log-prob is unknown,
-    and is sent as null."""
+    """Return OpenAI's entries for tokens and their log-probs (natural logarithm). An unknown log-prob is NaN and is
+    sent as null."""
     # `value == value` is false only for NaN, which JSON doesn't have.
     return [
         {"token": text, "logprob": value if value == value else None, "bytes": list(text.encode()), "top_logprobs": []}

@@ -58,11 +58,12 @@ Function = Callable[[str, Endpoint], Awaitable[str]]
 class Program(Agent):
     """`Program(["python", "agent.py"])`, or `Program(solve)` with `async def solve(task: str, endpoint) -> str`.
 
-    A command gets the task on stdin, or in its arguments in place of `{task}`. Its output on stdout is the answer, in
-    which known secrets are replaced. Its environment is this process's environment plus the URL and the key.
+    A command gets the task on stdin, or in its arguments in place of `{task}`. Its output on stdout is the answer.
+    Known secrets in the answer are replaced. The command's environment is this process's environment plus the URL and
+    the key.
 
-    When the command ends, processes that it leaves behind are killed: those in its process session and, on Linux, all
-    others with its key in their environment. A process that left the session and dropped the key survives.
+    When the command ends, all processes that remain in its process session are killed. On Linux, processes with its key
+    in their environment are killed too. A process that left the session and dropped the key survives.
 
     With `follow=False`, temperature and top_p come from the run and not from the program's requests.
     """
@@ -141,8 +142,8 @@ async def _outcome(running: asyncio.Future[str], session: Session) -> str:
 async def _command(words: Sequence[str], task: str, endpoint: Endpoint) -> str:
     """Run a command to its end and return its output. Raises ProgramFailed."""
     inline = any("{task}" in word for word in words)
-    # The start is shielded from cancellation. If it is cancelled itself, asyncio waits forever for pipes that it never
-    # connects, and processes that the command has already started stay behind.
+    # The start is shielded from cancellation. If it were cancelled, asyncio would wait forever for pipes that it never
+    # connects, and processes that the command had already started would stay behind.
     starting = asyncio.ensure_future(
         asyncio.get_running_loop().subprocess_exec(
             _Ran,
@@ -176,7 +177,7 @@ async def _command(words: Sequence[str], task: str, endpoint: Endpoint) -> str:
 class _Ran(asyncio.SubprocessProtocol):
     """Collects a command's output and waits for its end.
 
-    The end is the exit of the process, not the end of its pipes, because a surviving child can hold the pipes open.
+    The command ends when its process exits, even if its pipes are still open. A surviving child can hold them open.
     """
 
     def __init__(self) -> None:
@@ -221,8 +222,8 @@ def _signal(session: int, number: signal.Signals) -> None:
 
 
 def _end_strays(key: bytes) -> None:
-    """Kill the processes that left the command's session. They are found by the tape's key in their environment, which
-    no other process has."""
+    """Kill the processes that left the command's session. They are found by the tape's key in their environment. No
+    other process has this key."""
     if sys.platform != "linux":
         return
     for _ in range(10):  # repeated, because a process may fork between the scan and the kill
@@ -262,7 +263,7 @@ _loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictionar
 @asynccontextmanager
 async def _shared() -> AsyncIterator[Gateway]:
     shared = _loops.setdefault(asyncio.get_running_loop(), _Shared())
-    # `users` is increased before the lock is taken, so that another program that ends at the same time doesn't stop the
+    # `users` is increased before the lock is taken. Otherwise another program that ends at the same time could stop the
     # gateway that this program is about to use.
     shared.users += 1
     try:

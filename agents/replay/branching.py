@@ -1,10 +1,9 @@
 """Branching continues a recorded episode from one of its turns, with another agent, model, sampling or seed.
 
-The environment is restored first and compared with the record. Continuations are rolled out only if the environment
-reaches the recorded state. Each continuation is a separate tape, and its `begin` names the parent's digest and the
-turn. A caller may force continuations of a prefix that can't be verified, and each of them records the reason. `branch`
-takes a tape and objects. `branch_run` takes them from a run's configuration, and records the continuations in the same
-run.
+First the environment is restored and compared with the record. By default, continuations are rolled out only if it
+reaches the recorded state. A caller may force them for a prefix that can't be verified. Each continuation then records
+the reason. Each continuation is a separate tape, and its `begin` names the parent's digest and the turn. `branch` takes
+a tape and objects. `branch_run` takes them from a run's configuration, and records the continuations in the same run.
 """
 
 from __future__ import annotations
@@ -70,15 +69,16 @@ async def branch(
     concurrency: int = 16,
     unverified: bool = False,
 ) -> list[Tape]:
-    """Continue `tape` after its first `turn` turns, `n` times, as one group. Return the continuations' closed tapes.
+    """Continue `tape` `n` times after its first `turn` turns. Return the closed tapes, which form one group.
 
-    Settings and seeds that aren't passed have their recorded values. The first continuation by the same agent and model
-    therefore repeats the recorded episode, and every difference comes from a changed setting. `seed` is the seed of the
-    first continuation, and the seeds of the others are derived from it. Another `env_seed` works only if the
-    environment reaches the same state with it. If an attempt's episode can't be trained on, it is retried once, and
-    both tapes are returned.
-    Raises PrefixUnverified, before anything is rolled out, if the environment doesn't reach the recorded state or acts
-    irreversibly, unless `unverified` is given. Raises ValueError if the tape lacks the turn.
+    Settings and seeds that aren't passed have their recorded values. With the same agent and model, the first
+    continuation therefore repeats the recorded episode, and every difference comes from a changed setting. `seed` is
+    the seed of the first continuation, and the seeds of the others are derived from it. Another `env_seed` works only
+    if the environment reaches the same state with it. If an attempt's episode can't be trained on, it is retried once,
+    and both tapes are returned.
+    Raises PrefixUnverified, and rolls nothing out, if the environment doesn't reach the recorded state or acts
+    irreversibly. With `unverified`, the continuations are rolled out nevertheless. Raises ValueError if the tape lacks
+    the turn.
     """
     if n < 1 or concurrency < 1:
         raise ValueError(f"n is {n} and concurrency {concurrency}; both must be 1 or more")
@@ -120,7 +120,7 @@ async def _continue(
 
 
 def cut(tape: Tape, turn: int) -> Tape:
-    """Return the first `turn` turns. Raises ValueError if there are fewer or if the episode ended with them."""
+    """Return the first `turn` turns. Raises ValueError if the tape has fewer turns or ended with them."""
     prefix = tape.at_turn(turn)
     if turn == tape.turns and tape.status in (Status.FINISHED, Status.TRUNCATED):
         raise ValueError(
@@ -214,7 +214,7 @@ class Branched:
 
     @property
     def recorded_reward(self) -> float | None:
-        """The reward that the recorded tape earned from the branch on, to compare with a continuation's reward."""
+        """The recorded tape's reward after the branch, to compare with a continuation's reward."""
         return reward_since(self.recorded, self.tapes[0].inherited)
 
 
@@ -232,12 +232,11 @@ def branch_run(
     """Continue a run's tape from one of its turns, with changed settings, and record the result in the same run.
 
     `tape` is an id or its first characters. `turn` is the first turn that is new, counted from 0. `agent` and `env` are
-    objects or `module:name`. `model` is a folder. If `agent`, `env` or `model` is None, the run's configuration names
-    the agent, environment or engine. `sets` are settings of `BranchConfig`, such as `attempts=16` or
-    `("sampling.temperature", 0.5)`.
+    objects or `module:name`. `model` is a folder. By default, the agent, the environment and the engine come from the
+    run's configuration. `sets` are settings of `BranchConfig`: `attempts=16` or `("sampling.temperature", 0.5)`.
 
-    Nothing is written before the engines, the weights and the recorded turns are checked. Raises UsageError, and
-    PrefixUnverified if the environment doesn't return to the recorded state, unless `unverified` is given.
+    The engines, the weights and the recorded turns are checked before anything is written. Raises UsageError. Without
+    `unverified`, also raises PrefixUnverified if the environment doesn't return to the recorded state.
     """
     settings = recorded_settings(run)
     with Store.open(run) as store:
@@ -344,7 +343,7 @@ def _config(
 
 
 def _keeps_engine(model: str | None, sets: Sequence[Setting]) -> bool:
-    """Return whether `model` and `sets` leave the model as it is in the run's configuration."""
+    """Return whether `model` and `sets` keep the model of the run's configuration."""
     return model is None and not _sets_any(sets, "engine.kind", "engine.model", "engine.answers", "engine.policy")
 
 
@@ -355,12 +354,12 @@ def _is_set(player: str, sets: Sequence[Setting]) -> bool:
 
 
 def _sets_any(sets: Sequence[Setting], *keys: str) -> bool:
-    """Return whether `sets` contain one of the settings `keys`, or a setting inside one of them."""
+    """Return whether `sets` change one of the settings `keys`, or a part of one."""
     return any(f"{setting_key(one)}.".startswith(f"{key}.") for one in sets for key in keys)
 
 
 def _speaking(players: dict[str, Any]) -> dict[str, Any]:
-    """Return the players' settings without those for training, which a branch doesn't use."""
+    """Return the players' settings without the training settings, which a branch doesn't use."""
     known = PartnerConfig.model_fields
     return {
         name: {key: value for key, value in own.items() if key in known}
@@ -373,8 +372,8 @@ def _check_weights(tape: Tape, config: BranchConfig, own: set[str], publishes: M
     """Raise UsageError if the run's configuration names weights that didn't sample the tape.
 
     The configuration names the weights that training began with. A tape from a later update was sampled by a
-    checkpoint, and a branch that uses the first weights would compare two policies without saying so. `own` contains
-    the players whose model comes from the run's configuration. In it, "" stands for the run's engine.
+    checkpoint. A branch with the first weights would silently compare two policies. `own` contains the players that
+    take their model from the run's configuration. In `own`, "" stands for the run's engine.
     """
     for name, publish in publishes.items():
         if name not in own:

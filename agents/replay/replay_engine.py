@@ -1,8 +1,9 @@
 """ReplayEngine returns recorded answers in place of a model.
 
-A request is looked up by its agent path and its seed, which numbers the calls of that path. Then its content (messages,
-tools, sampling, token ids) must equal the recorded request. The content is never the key, so identical prompts in a
-group, retries and concurrent sub-agents can't be mixed up. With several tapes, the engine serves a whole training loop.
+A request is looked up by its agent path and its seed. The seed differs for each call of a path. Then the content of the
+request (messages, tools, sampling, token ids) must equal the recorded content. The content is never the key, so
+identical prompts in a group, retries and concurrent sub-agents can't be mixed up. With several tapes, the engine serves
+a whole training loop.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PATIENCE = 64
-"""Maximum rounds of the event loop for which an answer waits for the answers recorded before it. Only concurrent
-requests wait. The wait is bounded because the agent may no longer make one of the earlier requests."""
+"""Maximum rounds of the event loop that an answer waits for the answers recorded before it. Only concurrent requests
+wait. The wait is bounded, because the agent may have changed and leave out one of the earlier requests."""
 
 
 class Diverged(EngineError):
     """A request differs from the recorded one, or no recorded request is left.
 
-    `divergence` states where they differ, with both values.
+    `divergence` states where the two requests differ, with both values.
     """
 
     def __init__(self, divergence: Divergence) -> None:
@@ -73,7 +74,7 @@ class ReplayEngine:
         self._queue = [call.call for call in tapes[0].calls if call.engine != "authored"] if self._only else []
         self._order = {call: k for k, call in enumerate(self._queue)}
         self.patience = 0.0
-        """Additional seconds for which an answer waits, because the agent's requests come from another process."""
+        """Additional seconds that an answer waits if the agent's requests come from another process."""
         self._moved = asyncio.Event()
         self._answered: set[str] = set()
         self._turn_of_answers = 0
@@ -113,10 +114,10 @@ class ReplayEngine:
     async def granted(self, request: Request, budget: Budget) -> int | None:
         """Return how many tokens of the episode's limit this request gets in the replay, or None if it wasn't recorded.
 
-        The request gets the recorded max_tokens if concurrent calls may have left no more than that, and its own
-        max_tokens otherwise. A request that wasn't recorded may have been refused because all tokens were spent. So
-        this method waits until they are spent again, as it would for an answer. Otherwise the replay would depend on
-        the speed of the answers.
+        A recorded request gets its recorded max_tokens if concurrent calls may have left only that many tokens.
+        Otherwise it gets its own max_tokens. An unrecorded request may have been refused because all tokens were spent.
+        For this request, the method waits until they are spent again, so that the replay doesn't depend on the speed of
+        the answers.
         """
         found = self._find(request)
         if found is None:
@@ -133,7 +134,7 @@ class ReplayEngine:
         return min(call.sampling.max_tokens, request.sampling.max_tokens) if cut else request.sampling.max_tokens
 
     def _find(self, request: Request) -> list[tuple[Tape, Call]] | None:
-        """Return the list whose last item is the recorded call for this request, or None if none is left."""
+        """Return a list that ends with the recorded call for this request, or None if no call is left."""
         found = self._recorded.get((request.path, request.seed))
         if found:
             return found
@@ -148,8 +149,8 @@ class ReplayEngine:
     def _may_be(self, call: Call, conversation: str) -> bool:
         """Return whether a request in this conversation may be the recorded call.
 
-        The name of an external program's conversation is derived from its first messages. If this name isn't
-        recorded, these messages have changed, and the request is matched so that the comparison can say how.
+        An external program's conversation is named after its first messages. If the tape lacks the name, these messages
+        have changed. The request is then matched anyway, so that the comparison can show what changed.
         """
         if call.conversation == conversation or not self.patience or self._only is None:
             return call.conversation == conversation
@@ -161,9 +162,9 @@ class ReplayEngine:
             raise Diverged(call_divergence(tape, call, found, cause, f"call {call.call} by {call.by!r}: {sentence}"))
 
     async def answer(self, call: Call, request: Request) -> Completion:
-        """Return the recorded answer, after the answers that were recorded before it.
+        """Return the recorded answer after all answers that were recorded before it.
 
-        The listener gets all tokens before the wait for those, as it also got them before the answer in the recording.
+        The listener gets all tokens before this wait. In the recording, too, it got them before the answer.
         """
         found = recorded_answer(call)
         if request.listener is not None and found.ids:
@@ -205,7 +206,7 @@ class ReplayEngine:
     """Empty, because recorded answers come from no copy of the weights."""
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: SyncMode = "reprefill") -> None:
-        """Store only the version. The answers, and the versions in their spans, remain the recorded ones."""
+        """Store only the version. The answers and the versions in their spans stay as recorded."""
         self.version = version
 
     async def close(self) -> None:
@@ -226,7 +227,7 @@ def _sampled(call: Call) -> int:
 def recorded_answer(call: Call) -> Completion:
     """Return the completion that the engine returned during the recording.
 
-    If it was a scripted engine that returned only text, the ids were made by `LLM` and are left out.
+    If a scripted engine returned only text, `LLM` made the ids on the tape, and they are left out.
     """
     scripted = call.completion is not None and call.logprobs is None and not call.spans
     return Completion(

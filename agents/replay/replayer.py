@@ -43,7 +43,7 @@ NONDETERMINISM = (
     "Likely causes: the agent's code changed, or it reads a clock, random numbers or the network by itself "
     "(use llm.now, llm.random, llm.uuid, or an action of the environment)"
 )
-"""Text appended to a divergence that unchanged but nondeterministic code may cause."""
+"""Text appended to a divergence that nondeterministic code may have caused."""
 
 
 async def replay(
@@ -54,10 +54,10 @@ async def replay(
     turn: int | None = None,
     seconds: float = SECONDS,
 ) -> Verdict:
-    """Run `agent` again on `tape`, or only on the turn with number `turn`, and compare its requests and steps.
+    """Run `agent` again on the whole `tape`, or only on turn `turn`, and compare its requests and steps.
 
-    If `renderer` is the recorded model's renderer, token ids are compared too. If the agent reads a clock, random
-    numbers or the network by itself and that changes a request or a step, the replay diverges.
+    If `renderer` is the recorded model's renderer, token ids are compared too. The replay diverges if a request or a
+    step depends on a clock, random numbers or the network that the agent reads by itself.
     """
     unable = _unable(tape, turn)
     if unable is not None:
@@ -101,10 +101,10 @@ def replay_run(
 ) -> Verdicts:
     """Run the agent again on the named tapes of a run, or on all closed tapes of a split.
 
-    `agent` is an object or `module:name`. By default it is the agent in the run's configuration. An object runs in this
-    process only, because worker processes find agents by name. `imports` lists further objects, as `module:name`, whose
-    modules define steps. `tokenizer` is a folder, by default the run's own. If `turn` is given, only this turn is
-    checked. `jobs` is the number of processes, by default as many as are worth their start-up time.
+    `agent` is an object or `module:name`. By default it is the agent in the run's configuration. An agent object runs
+    only in this process, because worker processes find agents by name. `imports` lists further objects as
+    `module:name`. Their modules define steps. `tokenizer` is a folder, by default the run's own. If `turn` is given,
+    only this turn is checked. `jobs` is the number of processes, by default as many as are worth their start-up time.
     """
     if seconds <= 0:
         raise UsageError(f"seconds is {seconds}; it must be above 0")
@@ -147,7 +147,7 @@ def _plan(
 
 
 def _unable(tape: Tape, turn: int | None) -> str | None:
-    """Return why the tape, or its turn number `turn`, can't be replayed. Return None if it can."""
+    """Return the reason why the tape or its turn `turn` can't be replayed, or None if it can."""
     unknown = next((step for step in tape if isinstance(step, Unknown)), None)
     if unknown is not None:
         return (
@@ -261,7 +261,7 @@ class _World(Environment[Action]):
 
 
 class _Checker(Recorder):
-    """Compares each record with the recorded one, and gives it the recorded time, which `llm.now` then returns."""
+    """Compares each record with the recorded one and copies its time, so that `llm.now` returns the recorded time."""
 
     def __init__(self, begin: Begin, script: Script) -> None:
         super().__init__(begin, None, script.prefix)

@@ -24,7 +24,7 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _PRINTED = re.compile(r"( ended with exit code -?\d+): .*", re.DOTALL)
 """Matches a failed program's error output, which isn't compared because times and ids in it differ in each run."""
 _RENAMED_ERRORS = {"MisreadTooOften": "TooManyParseErrors"}
-"""The current names of exception classes on older tapes, so that a rename isn't a divergence."""
+"""The current name of each renamed exception class, by its name on older tapes. A rename isn't a divergence."""
 _FROM_OUTSIDE = {
     (Status.ERROR, CauseType.ENVIRONMENT),
     (Status.ERROR, CauseType.OURS),
@@ -93,11 +93,11 @@ class Script:
 
     @property
     def past_the_cut(self) -> bool:
-        """Whether the agent is in the turn in which the episode was cut off, so that later records are missing."""
+        """Whether the agent is in the turn where the episode was cut off. Later records of this turn are missing."""
         return self.cut_off and self.turn > self.last
 
     def numbers(self) -> Iterator[tuple[str, int]]:
-        """Yield (seed stream, number of its calls before the first replayed call). The seeds show this number."""
+        """Yield (seed stream, number of its calls before the replay). The seed of its next call shows this number."""
         most = len(self.tape.log.call_order) + 1024
         first: dict[str, int] = {}
         for call in self.calls:
@@ -175,7 +175,7 @@ class Script:
         self.due[self.turns[call.call]].pop(call.call, None)
 
     def stepped(self, record: StepRecord, calls: list[str]) -> Entry:
-        """Compare a step that the agent read from `calls` with the recorded step, and return the recorded one.
+        """Compare a step, and the `calls` that the agent read it from, with the record. Return the recorded step.
 
         Ends the replay by raising Over if the two steps differ.
         """
@@ -204,7 +204,7 @@ class Script:
         return entry
 
     def ended(self, end: End) -> Over:
-        """Compare the end of the episode. The caller raises the result."""
+        """Compare the end of the episode with the recorded end. The caller raises the result."""
         if self.cut_off:
             return self.end()
         then, now = _what_ended(self.tape.end), _what_ended(end)
@@ -223,7 +223,7 @@ class Script:
         return self.differs(*found, blame, sentence, where=cause.frame if cause is not None else None)
 
     def _left(self, turn: int) -> Over | None:
-        """End the replay at the first record up to the end of `turn` that wasn't repeated. Return None if all were."""
+        """End the replay if a recorded call or step up to the end of `turn` wasn't repeated. Otherwise return None."""
         call = next(iter(self.due[turn].values()), None)
         if call is not None:
             asked = plain(self.tape.call_messages(call)[-1:])
@@ -259,7 +259,7 @@ class Script:
     def _is_read(self, step: Step, entry: Entry) -> bool:
         """Return whether the step may have been parsed from the answers to the recorded step's calls.
 
-        This is true if one of its strings is in an answer, or an answer is in one of its strings.
+        This is true if an answer contains one of the step's strings, or one of these strings contains an answer.
         """
         answers = [self.tape.call(call) for call, _, _ in entry.calls]
         heard = [f"{call.text or ''} {json.dumps(call.tool_calls or ())}".casefold() for call in answers]
