@@ -1,5 +1,5 @@
-"""The Python API that `tapereel` exports: `run`, `train`, `evaluate`, `open`, and the class `Run`; also the estimate of
-a run's memory and tokens.
+"""The Python API that `tapereel` exports: `run`, `train`, `evaluate`, `open`, and the class `Run`. It also estimates a
+run's memory and tokens.
 
 It imports every package below it. Only the root package and `cli` import it. `train` imports torch only when it is
 called.

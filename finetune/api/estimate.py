@@ -19,15 +19,15 @@ SAVED = {
     (True, False, WIDE): (16, 12, 12, 16),
     (True, False, NARROW): (28, 12, 8, 10),
 }
-"""(LoRA, autocast, bytes per weight) -> bytes that autograd saves for each token in one layer of Qwen3. The numbers are
-per unit of width, queries, keys and feed-forward (Korthikanti et al., 2022). Llama needs a tenth less."""
+"""Bytes that autograd saves for each token in one layer of Qwen3, by (LoRA, autocast, bytes per weight). The four
+numbers are per unit of width, queries, keys and feed-forward (Korthikanti et al., 2022). Llama needs a tenth less."""
 
 
 def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     """Estimate the memory and tokens that a run needs. `GiB` has the memory of each item on the trainer's device, and
-    their `sum`, at the moment when this sum is largest. `tokens` has the maximum number of sampled tokens in an
-    episode, in an update, and in the run with its evaluations. The result is None if the model's shape is unknown.
-    `config` must have its profile applied."""
+    the `sum` of the items. It describes the moment with the largest sum. `tokens` has the maximum number of sampled
+    tokens in an episode, in an update, and in the run with its evaluations. The result is None if the model's shape is
+    unknown. `config` must have its profile applied."""
     shape = shape_of(config.engine.model)
     if shape is None:
         return None

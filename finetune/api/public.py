@@ -49,8 +49,7 @@ def run(
     for each task. If `resume` is true, the run in `out` continues. `settings` can set any setting of `tapereel run` by
     its dotted key, as in `{"limits.turns": 8}`.
 
-    Raises UsageError, before anything is written, if an argument is invalid or if `out` holds a run and `resume` is
-    false.
+    Raises UsageError, and writes nothing, if an argument is invalid, or if `out` holds a run and `resume` is false.
     """
     sets = {"attempts": attempts, "seed": seed, **(settings or {})}
     config = _config(RunConfig, model, sets)
@@ -102,12 +101,12 @@ def train(
     """Train a model on the agent's episodes. Rollouts continue while the trainer updates the weights.
 
     `model` is a folder in Hugging Face format, or a model on the hub as `org/name` or `org/name@revision`. `updates` is
-    the number of updates in the loop. `recipe` is the name of a recipe, such as `grpo`, or `module:name`. Both have the
-    same defaults as in `tapereel train`. `settings` can set any setting of `tapereel train` by its dotted key, as in
-    `{"loop.optimiser.lr": 1e-3}`. The trained model's folder is the returned run's `summary.model`.
+    the number of updates in the loop. `recipe` is the name of a recipe, such as `grpo`, or `module:name`. `updates` and
+    `recipe` have the same defaults as in `tapereel train`. `settings` can set any setting of `tapereel train` by its
+    dotted key, as in `{"loop.optimiser.lr": 1e-3}`. In the returned run, `summary.model` is the folder of the trained
+    model.
 
-    Raises UsageError, before anything is written, if an argument is invalid or if `out` holds a run and `resume` is
-    false.
+    Raises UsageError, and writes nothing, if an argument is invalid, or if `out` holds a run and `resume` is false.
     """
     from ..run.train_config import TrainConfig
 
@@ -124,7 +123,7 @@ def train(
 
 @check_arguments
 def open(path: str | Path) -> Run:
-    """Open the run in the directory `path` (`tapereel.open`). Raises UsageError if there is no run."""
+    """Open the run in the directory `path` (`tapereel.open`). Raises UsageError if it holds no run."""
     return Run(path)
 
 

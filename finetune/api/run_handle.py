@@ -63,8 +63,8 @@ class Run:
         env: EnvironmentFactory | None = None,
         summary: RunSummary | TrainSummary | None = None,
     ) -> None:
-        """`agent` and `env` are the objects that the run was made with. `replay` and `branch` use them, or those that
-        `config.yaml` names if they are None. Raises UsageError if `path` holds no run."""
+        """`agent` and `env` are the objects that the run was made with. `replay` and `branch` use them. If they are
+        None, `config.yaml` names the ones to use. Raises UsageError if `path` holds no run."""
         self.path = Path(path)
         self.agent = agent
         self.env = env
@@ -106,7 +106,7 @@ class Run:
         `agents` are the paths of the agents whose tokens are labels, or None for all. `tokenizer` is a folder. With it,
         tapes that have only text are tokenized, and the text columns are added. Without it, a tape that has only text
         is an error. If `streaming` is true, returns an IterableDataset that reads tape by tape. Raises NothingToExport
-        if no tape has a row; with `streaming`, this error comes during the iteration.
+        if no tape has a row. With `streaming`, this error comes during the iteration.
         """
         from ..interchange.row_files import run_dataset
 
@@ -115,8 +115,8 @@ class Run:
 
     @property
     def reward(self) -> float | None:
-        """Mean reward over all splits: the mean, over tasks, of the mean reward of a task's scored attempts. It is None
-        if no attempt is scored.
+        """Mean reward over all splits. The scored attempts of each task are averaged first, and then the tasks. It is
+        None if no attempt is scored.
 
         In a training run, this mixes attempts by all versions of the weights. `metrics.jsonl` has the reward of each
         update.
@@ -130,7 +130,7 @@ class Run:
         """Return the mean reward and pass@k, with 95 % intervals over tasks.
 
         `k` lists the numbers for which to report pass@k. `success` is the minimum reward that counts as a success. `by`
-        is a key in the public part of each task; scores are then also reported for each value of this key.
+        is a key in the public part of each task. If it is given, scores are also reported for each value of the key.
         """
         with Store.open(self.path) as store:
             return scores_of(store, split, k=k, success=success, by=by)
@@ -141,7 +141,7 @@ class Run:
 
     def audit(self, split: str | None = None, *, limit: int | None = None, progress: Progress = silent) -> RunAudit:
         """Account for every token and episode, and list anomalies. With `limit`, the statistics cover only this many of
-        the newest tapes, and the other tapes in the groups of these tapes."""
+        the newest tapes, and the rest of their groups."""
         with Store.open(self.path) as store:
             books, audit = audit_run(store, split=split, limit=limit, progress=progress)
         return RunAudit(books=books, audit=audit)
@@ -207,8 +207,8 @@ Model = Annotated[
 ]
 """A folder in Hugging Face format, a model on the hub as `org/name` or `org/name@revision`, litellm's name for a hosted
 model, an engine as `module:name` or `file.py:name`, or a list of answers. A name is litellm's if its first part is one
-of litellm's providers, as in `openai/...`. If it is a list, the k-th answer in it is the reply to the k-th request of
-every episode."""
+of litellm's providers, as in `openai/...`. In a list, the k-th answer is the reply to the k-th request of every
+episode."""
 _ENGINE = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 
 

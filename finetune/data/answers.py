@@ -15,11 +15,11 @@ REFLECTION = re.compile(
 
 
 def repeated(ids: NDArray[np.integer]) -> int:
-    """Return how many 4-grams of the token ids (n,) repeat an earlier one: 0 if all differ, and at most n - 4."""
+    """Return how many 4-grams of the token ids (n,) equal an earlier 4-gram: 0 if all differ, and at most n - 4."""
     if len(ids) < 5:
         return 0
     wide = ids.astype(np.int64)
-    # Two 32-bit ids fit into one 64-bit key, and so do the indices of two pairs, so equal keys mean equal 4-grams.
+    # A 64-bit key holds two 32-bit ids, or the indices of two pairs. So equal keys mean equal 4-grams.
     _, pair = np.unique(wide[:-1] << 32 | wide[1:], return_inverse=True)
     return len(pair) - 2 - len(np.unique(pair[:-2] << 32 | pair[2:]))
 

@@ -1,8 +1,8 @@
-"""Per-agent training, which compares each agent with the same agent in the other attempts, by that agent's own reward.
+"""Per-agent training, which compares each agent with itself in the other attempts, by its own reward.
 
 A reward component named `name@path` belongs to the agent at `path` alone. Every other component is shared by all
-agents. An episode with two agents becomes two `Episode`s, each with rows that have only one agent's own tokens. So
-group means, deviations, weights and counts are per agent, and no term of an objective has to know about agents.
+agents. An episode with two agents becomes two `Episode`s. The rows of each have only one agent's own tokens. Group
+means, deviations, weights and counts are then per agent, and the objective's terms needn't know about agents.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class TurnRewards:
     whole: NDArray[np.float64]
     """(turns,) the sum of all rewards in each turn."""
     alone: dict[str, NDArray[np.float64]]
-    """For each turn, the rewards that only one agent gets, by the agent's path."""
+    """The rewards that one agent alone gets in each turn, by the agent's path."""
     shared: NDArray[np.float64] | None
-    """For each turn, the rewards that all agents get. None (which isn't the same as zero) if there are none."""
+    """The rewards that all agents get in each turn. None if they get none, which isn't the same as zero."""
     components: dict[str, float]
     """The unweighted sum of each reward component, by name."""
 
@@ -66,7 +66,7 @@ def turn_rewards(tape: Tape) -> TurnRewards:
 
 
 def rewards_of(tape: Tape, paths: Iterable[str]) -> dict[str, float | None]:
-    """Return the reward of each agent in `paths`, which is None for an agent without any reward."""
+    """Return each agent's reward, by the agent's path in `paths`. An agent without any reward has None."""
     earned = turn_rewards(tape)
     return {path: _total(_sum(earned.alone.get(path), earned.shared)) for path in paths}
 
@@ -97,7 +97,7 @@ def _part(episode: Episode, path: str) -> Episode:
 
 
 def check_addresses(episodes: Iterable[Episode], rows: Iterable[Row]) -> None:
-    """Raise BadBatch if a reward is for a path that no agent has, because it would train no token."""
+    """Raise BadBatch if a reward is for a path that no agent has. This reward would train no token."""
     wanted = {path for episode in episodes for path in episode.alone}
     there = {path for row in rows for path in row.agents}
     if wanted - there and there:

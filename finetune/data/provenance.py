@@ -1,8 +1,8 @@
 """Provenance of an update: the tapes that it read, their content at that time, and the weight of each of their tokens.
 
-A pin identifies the content of a tape that an update read. It consists of the tape's own digest and the digest of each
-layer that the tape had then. A layer that is added later doesn't change the pin, so the update can be repeated with the
-content that it read.
+A pin identifies the content that a tape had when an update read it. It consists of the tape's own digest and the
+digests of the layers that the tape had at that time. Layers that are added later don't change the pin, so the update
+can be repeated with the same content.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ Pin = tuple[str, ...]
 
 
 class ChangedTape(TapereelError, ValueError):
-    """Raised if a tape has changed since an update read it, because one of its records or layers was edited or
-    removed."""
+    """Raised if a record or a layer of a tape was edited or removed after an update read the tape."""
 
 
 def pin_of(tape: Tape) -> Pin:
@@ -101,9 +100,9 @@ def _kept_out(tape: Tape) -> tuple[Range, ...]:
 
 
 def keep_tokens(rows: Iterable[Row], kept: Callable[[Row], NDArray[np.bool_]]) -> tuple[list[Row], list[Range]]:
-    """Turn own tokens where `kept` (row -> (n,) bool) is False into context. Return the rows and these tokens' ranges.
+    """Turn the own tokens that `kept` rejects into context. Return the rows, and the ranges of these tokens.
 
-    A row without remaining own tokens is left out.
+    `kept` returns a mask (n,) of the own tokens to keep in a row. A row is left out if it keeps none.
     """
     found: list[Row] = []
     excluded: list[Range] = []
@@ -119,7 +118,7 @@ def keep_tokens(rows: Iterable[Row], kept: Callable[[Row], NDArray[np.bool_]]) -
 
 
 def drop_others(rows: Sequence[Row], agents: Sequence[str]) -> tuple[list[Row], list[Range]]:
-    """Turn the own tokens of agents that aren't in `agents` (paths) into context. Return the rows and those ranges."""
+    """Turn own tokens into context unless `agents` has the path of their agent. Return the rows and the ranges."""
     return keep_tokens(rows, lambda row: np.array([agent in agents for agent in row.agents], dtype=bool)[row.call])
 
 

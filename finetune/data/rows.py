@@ -1,8 +1,8 @@
 """Turns a tape into rows. A row is a token sequence that a trainer forwards, with the agent's own tokens marked.
 
 A call that extends an earlier call continues that call's row, so an episode of n turns costs O(tokens), not O(n
-tokens). Any other call starts a new row, with the call's prompt as context. Each completion is trained on in exactly
-one row, because a second row would double its weight in the loss.
+tokens). Any other call starts a new row, with the call's prompt as context. Exactly one row trains on each completion,
+because a second row would double its weight in the loss.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ IGNORED = -100
 class Observations:
     """The observations that the turns of a tape answered, shared by all rows of the tape.
 
-    Most recipes don't read them, so their digests are computed when they are first read, or sent to another process.
+    Most recipes don't read them. Their digests are computed when they are first read or sent to another process.
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -68,7 +68,7 @@ class Row:
     input_ids: NDArray[np.int32]
     """(L,) all tokens: prompt, observations and completions."""
     own: NDArray[np.int32]
-    """(n,) positions in `input_ids` of the tokens that an agent in this run produced. A position is never 0."""
+    """(n,) positions of the own tokens in `input_ids`. An agent in this run produced these tokens. No position is 0."""
     old: NDArray[np.float32]
     """(n,) log-prob at sampling, log softmax(logits / temperature). It is NaN if the log-prob is unknown (authored
     text) or the token was drawn from another distribution (temperature 0, top-p, top-k). Tokens with NaN can be used
@@ -94,16 +94,16 @@ class Row:
     doesn't come from a tape."""
     versions: tuple[str, ...]
     bars: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(tokens, ids) for each call: these ids were excluded when the first `tokens` tokens of its completion were
-    sampled. Empty if no call excluded any ids."""
+    """(tokens, ids) for each call. The sampler excluded `ids` while it drew the first `tokens` tokens of the
+    completion. Empty if no call excluded any ids."""
     teacher: NDArray[np.float32] | None = None
     """(n,) log-prob under a teacher behind an engine, or None if the teacher wasn't asked."""
     episode: str = ""
-    """Name of the `Episode` whose reward trains the tokens. If empty, this is the tape's own episode."""
+    """Name of the `Episode` that gives the tokens their reward. If empty, this is the tape's own episode."""
     places: tuple[Place, ...] = ()
     """The parts of `input_ids` that stand for pictures, in order."""
     file: Callable[[str], bytes] | None = field(default=None, compare=False, repr=False)
-    """Reads the PNG of a picture in `places` by its file name. The call blocks. None if the row has no pictures."""
+    """Function that reads a picture's PNG by its file name in `places`. It blocks. None if the row has no pictures."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -114,8 +114,8 @@ class Row:
         return self.episode or self.tape
 
     def where(self, keep: NDArray[np.bool_] | NDArray[np.intp]) -> Row:
-        """Return the row with only the own tokens that `keep`, a mask (n,) or indices, selects. The other own tokens
-        become context."""
+        """Return the row with only the own tokens that `keep` selects. The other own tokens become context. `keep` is a
+        mask (n,) or indices."""
         own = {
             name: getattr(self, name)[keep]
             for name in ("own", "old", "temperature", "version", "call", "turn", "offset")
@@ -123,15 +123,15 @@ class Row:
         return replace(self, **own)
 
     def barred(self, wanted: NDArray[np.integer], first: int = 0) -> NDArray[np.int64]:
-        """Return the pairs (m, 2) of (first + k, id) for which the distribution of own token `wanted[k]` excludes the
-        id."""
+        """Return the pairs (m, 2) of (first + k, id), one for each id that the sampler excluded when it drew the own
+        token `wanted[k]`."""
         bars = [(k, self.offset[i], *self.bars[self.call[i]]) for k, i in enumerate(wanted if self.bars else (), first)]
         pairs = [(k, id) for k, offset, tokens, ids in bars if offset < tokens for id in ids]
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
     def plain(self) -> NDArray[np.float32]:
-        """Return `old` (n,) with NaN for tokens whose distribution excluded ids. A trainer that can only score whole
-        distributions needs this."""
+        """Return `old` (n,) with NaN for each token that was drawn while ids were excluded. A trainer needs this if it
+        can only score whole distributions."""
         old = self.old.copy()
         old[self.barred(np.arange(len(old)))[:, 0]] = np.nan
         return old
@@ -164,9 +164,9 @@ class Row:
 def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Renderer | None = None) -> list[Row]:
     """Return the rows of a closed tape.
 
-    If `agents` is given, only completions by agents at these paths are own tokens, and others are context. `renderer`
-    tokenizes the text of calls that recorded no token ids (a scripted agent, an API). Raises NotATape for such a call
-    if there is no renderer. Tokens that a fork inherited are context, as they belong to the parent.
+    `agents` are the paths of the agents with own tokens, or None for all. Completions of other agents are context.
+    `renderer` tokenizes the text of calls that recorded no token ids (a scripted agent, an API). Without a renderer,
+    these calls raise NotATape. Tokens that a fork inherited are context, because they belong to the parent.
     """
     tokens = {layer.call: layer for layer in tape.layers if isinstance(layer, Tokens)}
     labels = {layer.call: layer for layer in tape.layers if isinstance(layer, Label)}
@@ -203,8 +203,8 @@ def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Rendere
 
 
 def _unread(tape: Tape) -> dict[str, int]:
-    """Return the turn of each of the tape's own calls, from the call's position in the log. For a call from which no
-    step was parsed, nothing else shows the turn."""
+    """Return the turn of each of the tape's own calls. The call's position in the log gives the turn. Nothing else
+    shows the turn of a call without a parsed step."""
     begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
     starts = [cut.records for cut in tape.log.cuts[begun:]]
     return {call.call: begun + max(0, bisect_right(starts, at) - 1) for at, call in tape.log.call_order}
@@ -215,10 +215,11 @@ def _content_digest(step: Step) -> str:
 
 
 def _parents_first(calls: list[Call], labels: dict[str, Label]) -> list[tuple[Call, str | None]]:
-    """Return each call with the id of the call that it continues, in recorded order. A parent named by a label comes
-    earlier.
+    """Return each call with the id of the call that it continues, in recorded order. A parent that a label names is
+    moved before its call.
 
-    A call that a label excludes is left out if no call continues it, because it would take over its parent's row."""
+    If a label excludes a call and no call continues it, the call is left out. Otherwise it would take over its parent's
+    row."""
     after = {name: label.after for name, label in labels.items() if label.after is not None}
     bases = {call.call: after.get(call.call, call.base) for call in calls}
     idle = {name for name, label in labels.items() if label.use != "agent"}
@@ -250,8 +251,8 @@ def _whole(tape: Tape, call: Call) -> tuple[array[int], tuple[Place, ...]]:
 def _continuation(
     call: Call, prompt: array[int] | None, places: Sequence[Place], row: _Building | None
 ) -> array[int] | None:
-    """Return the prompt ids that `call` adds to its base's row, or None if the call's prompt doesn't begin with all
-    tokens of that row and the same pictures at the same places."""
+    """Return the prompt ids that `call` adds to the row of its base. Return None if the prompt doesn't begin with all
+    tokens of this row, and with the same pictures at the same places."""
     if row is None:
         return None
     if prompt is None:
@@ -263,7 +264,8 @@ def _continuation(
 def _tokens_of(
     tape: Tape, call: Call, layers: dict[str, Tokens], renderer: Renderer | None
 ) -> tuple[array[int] | None, array[int], tuple[Place, ...]]:
-    """Return prompt ids (None if the call recorded its own, perhaps only a delta), completion ids and pictures."""
+    """Return prompt ids, completion ids and pictures. The prompt is None if the call recorded it, in full or as a
+    delta."""
     if call.completion is not None and call.prompt is not None:
         return None, call.completion, call.places
     layer = layers.get(call.call)
@@ -299,8 +301,8 @@ class _Building:
     offset: list[NDArray[np.int32]] = field(default_factory=list)
     old: list[NDArray[np.float32]] = field(default_factory=list)
     columns: list[tuple[int, float, int, int]] = field(default_factory=list)
-    """(number of tokens, temperature, index of call, turn) for each completion, or one for its first token and one for
-    the rest."""
+    """(number of tokens, temperature, index of call, turn). A completion has one entry, or one for its first token and
+    another for the rest."""
     version: list[tuple[int, int]] = field(default_factory=list)
     """(number of tokens, index of version) for each span."""
     calls: list[str] = field(default_factory=list)

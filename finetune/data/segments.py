@@ -1,6 +1,7 @@
 """Sums, means and extremes over segments of a packed column, and the recurrence for credit assignment.
 
-All functions are pure. Except in `recur`, elements may be in any order, because each has the index of its segment.
+All functions are pure. Each element has the index of its segment, so the elements may be in any order, except in
+`recur`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def extremes(x: Tensor, segment: Tensor, n: int) -> tuple[Tensor, Tensor]:
 def recur(x: Tensor, decay: Tensor) -> Tensor:
     """Return y, where y[t] = x[t] + decay[t] * y[t + 1], with 0 after the last element. A decay of 0 ends a segment.
 
-    The elements that y[t] covers double with each pass, so the number of passes is logarithmic in the length of the
-    longest segment. If |decay| <= 1, no factor grows, and elements outside a segment are only multiplied by an exact 0.
+    Each pass doubles the number of elements that y[t] covers, so the number of passes is logarithmic in the length of
+    the longest segment. If |decay| <= 1, no factor grows. Elements outside a segment are only multiplied by an exact 0.
     """
     y, carry, step = x.clone(), decay.clone(), 1
     while step < len(x) and bool(carry.any()):

@@ -52,9 +52,10 @@ class Episode:
     fork: str | None = None
     """Name of the turn at which this episode was forked from its parent. Forks of the same turn share this name."""
     alone: Mapping[str, Sequence[float] | NDArray[np.floating]] = field(default_factory=dict)
-    """Agent path -> for each turn, the rewards of this agent alone (components `name@path`). `reward` includes them."""
+    """The rewards that one agent alone gets in each turn (components `name@path`), by its path. `reward` includes
+    them."""
     shared: Sequence[float] | NDArray[np.floating] | None = None
-    """For each turn, the rewards that all agents share. None if there are none."""
+    """The rewards that all agents share in each turn. None if they share none."""
     kept_out: tuple[tuple[str, str, int, int], ...] = ()
     """(tape, call, start, end) of the completions that a label excludes. They are context in every row."""
     pin: tuple[str, ...] = ()
@@ -86,7 +87,8 @@ class Episodes:
     group: Tensor
     """(E,) int64 index into `groups`."""
     fork: Tensor
-    """(E,) int64: number that forks of one turn share. Episodes of a group that aren't forks share one, too."""
+    """(E,) int64: forks of the same turn have the same number. In a group, all episodes that aren't forks also share a
+    number."""
     groups: tuple[str, ...]
     components: tuple[Mapping[str, float], ...]
 
@@ -104,8 +106,8 @@ class Turns:
 
     @cached_property
     def answered(self) -> Tensor:
-        """(N,) int64: number of the observation that the turn answered, equal for equal observations. It is -1 if the
-        observation is unknown or the turn has no own tokens."""
+        """(N,) int64: a number for the observation that the turn answered. Equal observations have equal numbers. It is
+        -1 if the observation is unknown or the turn has no own tokens."""
         return self.numbers()
 
 
@@ -148,10 +150,9 @@ class Stream:
     value: Tensor | None = None
     """(T,) the critic's value of the state before the token, or None without a critic."""
     after: Tensor | None = None
-    """(T,) the critic's value of the state after the token where `ends` is True, and NaN elsewhere. None without
-    bootstrapping."""
+    """(T,) the critic's value of the state after the token. NaN where `ends` is False. None without bootstrapping."""
     fresh: Tensor | None = None
-    """(T,) bool: whether the token was sampled by the weights before the update. If None, all are assumed to be."""
+    """(T,) bool: True if the weights before the update sampled the token. None means True for all tokens."""
 
     def __len__(self) -> int:
         return len(self.token)
@@ -200,7 +201,7 @@ class Stream:
 
     @classmethod
     def of(cls, rows: Sequence[Row], episodes: Sequence[Episode], *, dtype: torch.dtype = torch.float32) -> Stream:
-        """Return the stream of the own tokens in `rows`. A row's `taught_by` is its episode's `tape`."""
+        """Return the stream of the own tokens in `rows`. In each row, `taught_by` names the episode."""
         index = {episode.tape: i for i, episode in enumerate(episodes)}
         if len(index) != len(episodes):
             twice = next(e.tape for i, e in enumerate(episodes) if index[e.tape] != i)

@@ -51,7 +51,7 @@ class TokenLine(Value):
     text: str | None
     """The token's text, or None if there is no tokenizer."""
     own: bool
-    """Whether the token is a label, that is, an agent produced it. For other tokens, the fields below are None."""
+    """True if an agent produced the token, so that it is a label. For other tokens, the fields below are None."""
     call: str | None = None
     offset: int | None = None
     """Index in the call's completion."""
@@ -83,7 +83,7 @@ class RowLine(Value):
     split: str | None
     """Why the first call doesn't extend an earlier row, or None if it is the first call of its agent."""
     repeated: int
-    """Number of tokens at the beginning that an earlier row also has, so that the trainer processes them twice."""
+    """Number of tokens at the beginning that are also in an earlier row. The trainer processes them twice."""
     own: int
     calls: tuple[str, ...]
     tokens: tuple[TokenLine, ...]
@@ -100,7 +100,7 @@ class UseLine(Value):
     trained: int
     """Number of tokens in this tape with a weight in the loss."""
     skipped: str | None
-    """Why the update was not applied, or None if it was."""
+    """Why the update was not applied, or None if it was applied."""
 
 
 class Explanation(Value):
@@ -115,10 +115,10 @@ class Explanation(Value):
     rows: tuple[RowLine, ...]
     forwarded: int
     repeated: int
-    """Number of `forwarded` tokens that an earlier row also has."""
+    """How many of the `forwarded` tokens are also in an earlier row."""
     own: int
     unlabelled: int
-    """Number of completion tokens without a label in any row, because the call failed or a label layer removed it."""
+    """Number of completion tokens that are labels in no row. Their call failed, or a label layer excludes them."""
     notes: tuple[str, ...]
     """What could not be computed, and why."""
 
@@ -194,7 +194,7 @@ class Explainer:
         for index, entry in enumerate(tape.entries):
             for call, start, end in entry.calls:
                 facts.steps.update(dict.fromkeys(((call, k) for k in range(start, end)), index))
-        # A later fate overwrites an earlier one. FATES begins with the one that should win, so it is read in reverse.
+        # The last fate that is written wins. FATES begins with the one that should win, so it is read in reverse.
         for fate in reversed(FATES):
             for name, call, start, end in (entry for use, _ in updates for entry in ranges(use, fate)):
                 if name == tape.id:
@@ -289,8 +289,8 @@ class _Update(NamedTuple):
 
 
 def _lasts(took: list[_Update]) -> list[_Update]:
-    """Return the last applied update that took the tape (or the last update, if they were all skipped), and the updates
-    that other policies made on the same batch. Each policy trains on the tokens of its own agents in the tape."""
+    """Return the last applied update that took the tape, or the last one if all were skipped. Also return the updates
+    of other policies on the same batch, because each policy trains on the tokens of its own agents."""
     last = next((update for update in reversed(took) if not update.info.skipped), took[-1] if took else None)
     if last is None:
         return []
@@ -368,8 +368,9 @@ def _no_trainer(phase: str) -> Any:
 def token_reader(
     run: Path, named: str | None, tapes: Sequence[Tape]
 ) -> tuple[Callable[[int], str] | None, Renderer | None]:
-    """Return a function that maps a token id to its text, and the renderer. Both use the tokenizer in the folder
-    `named` or, by default, the run's. Return (None, None) if it is missing or isn't the tokenizer of `tapes`."""
+    """Return a function that converts a token id to its text, and the renderer. Both use the tokenizer in the folder
+    `named`, by default the run's tokenizer. Return (None, None) if this tokenizer is missing or isn't the tokenizer of
+    `tapes`."""
     folder = named or tokenizer_folder(run)
     if folder is None:
         log.warning("the run has no tokenizer, so tokens are shown as numbers: name the folder of one")

@@ -1,7 +1,7 @@
 """Lab: computes a recorded update under several recipes, with the same tapes and weights, and compares the results.
 
 The weights that the update began with are rebuilt from the nearest checkpoint. The tapes have the content that the
-update read. Only gradients are computed, so no weights change, and the run is only read. The lab compares:
+update read. Only gradients are computed. Neither the weights nor the run change. The lab compares:
 
     pull      minus the derivative of the loss by a token's log-prob, as a share of the sum of all |pulls|. If it is
               above 0, the step makes the token likelier. The pull includes weight, advantage, clip, ratio and KL. It
@@ -10,7 +10,7 @@ update read. Only gradients are computed, so no weights change, and the run is o
 
 1. Norms are taken before clipping. If an update has several mini-batches or epochs, it is computed as a single step at
    the weights that it began with.
-2. The run's own recipe uses the running statistics (a reward scale) of the run. For other recipes, they begin empty.
+2. The run's own recipe continues the run's running statistics (a reward scale). Other recipes begin with empty ones.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from ..trainer.updates import UpdateStats
 from .rebuild import RebuiltRun
 
 ROUNDING = 1e-6
-"""Two pulls, as shares, count as equal if they differ by no more than this."""
+"""Two pulls count as equal if their shares differ by at most this."""
 OWN = "own"
 """The name that stands for the run's own recipe."""
 
@@ -75,21 +75,20 @@ class RecipeLine(Value):
     grad_norm: float | None
     """Norm of the gradient, or None if it isn't finite."""
     cosine: float | None
-    """Cosine between this gradient and the first recipe's, or None if one of the two is missing or 0."""
+    """Cosine between this gradient and the first recipe's, or None if either gradient is missing or 0."""
     mean_advantage: float | None
     """Mean |advantage| over the tokens that enter the loss, or None if the recipe has no advantages."""
     clipped: float | None
-    """Share of tokens whose surrogate is clipped, among those that can have a gradient. It is None if the recipe
-    doesn't clip."""
+    """Share of clipped tokens among the tokens that can have a gradient, or None if the recipe doesn't clip."""
     tokens: int
     """Number of tokens with a weight in the loss."""
     dropped: int
     """Number of own tokens without a weight in the loss."""
     skipped: str | None
-    """Why the update would not be applied, or None if it would."""
+    """Why the update would not be applied, or None if it would be applied."""
     recorded: bool | None
-    """Whether token weights, loss and gradient norm equal the record bit for bit. It is None if they need not be equal,
-    because this isn't the run's recipe or the update has several steps."""
+    """True if token weights, loss and gradient norm equal the record bit for bit. None for another recipe than the
+    run's, or for an update with several steps, because they may differ there."""
     gained: tuple[TokenShift, ...]
     """Tokens whose |pull| is larger than under the first recipe. The largest difference comes first."""
     lost: tuple[TokenShift, ...]
@@ -132,9 +131,10 @@ def lab(
     """Compute recorded updates of the run under each recipe, and compare the other recipes with the first one.
 
     A recipe is a `Recipe`, a recipe's name, `own` (the run's recipe), or a file with a `RecipeConfig`. `updates` are
-    numbers counted from 0. None is the loop's last update. `policy` is the name of a trained player, or None for the
-    loop's own policy. At most `tokens` tokens are listed in `gained`, and as many in `lost`. Raises UsageError if an
-    update, a policy or a recipe doesn't exist, and Unknown if the base weights can't be rebuilt.
+    the numbers of updates, counted from 0, or None for the loop's last update. `policy` is the name of a trained
+    player, or None for the loop's own policy. At most `tokens` tokens are listed in `gained`, and as many in `lost`.
+    Raises UsageError if an update, a policy or a recipe doesn't exist, and Unknown if the base weights can't be
+    rebuilt.
     """
     run, started = Path(run), time.perf_counter()
     named = [_named(recipe) for recipe in recipes]
@@ -158,7 +158,7 @@ def lab(
 
 
 def _named(recipe: str | Recipe) -> tuple[str, Recipe | None]:
-    """Return the name of the recipe, and the recipe. For the run's own recipe, this is None."""
+    """Return the recipe's name, and the recipe. The recipe is None if it is the run's own."""
     if isinstance(recipe, Recipe):
         return recipe.name, recipe
     if recipe == OWN:

@@ -1,12 +1,12 @@
 """Reproduce: derives a checkpoint again, update by update, from the base weights and the recorded tapes.
 
-No model samples and no environment runs. The training code makes every update again from the tapes that the update's
-record names, and the result is compared with this record, bit for bit. The weights after each update are compared with
-the published digest. The report names the first update that differs, and what differs. The run is only read.
+No model samples and no environment runs. The training code makes every update again from the tapes in the update's
+record. The result is compared with the record, bit for bit, and the new weights are compared with the published digest.
+The report names the first update that differs, and what differs. The run is only read.
 
-1. `verified` holds on every machine, because equal digests mean equal weights. If an update differs on another machine
-   or torch version than the run's, the outcome is `unverifiable`, because sums in another order can differ in the last
-   bits.
+1. `verified` holds on every machine, because equal digests mean equal weights. Another machine or torch version than
+   the run's may add numbers in another order, which can change the last bits. If an update differs there, the outcome
+   is `unverifiable`.
 2. How a tape was made isn't checked here. `verify` checks its bytes, `replay` the agent, and `requery` the log-probs.
 """
 
@@ -73,12 +73,12 @@ class Reproduction(Value):
     of: int
     """Number of updates that the checkpoint contains."""
     published: int = 0
-    """Number of versions, up to the checkpoint, whose derived weights have the published digest."""
+    """Number of published versions, up to the checkpoint, for which the derived weights have the same digest."""
     checkpoints: int = 0
-    """Number of checkpoints whose weights equal those that were derived."""
+    """Number of checkpoints that have the derived weights."""
     trainers: int = 0
-    """Number of these checkpoints in which the state of the trainer (optimiser, counts, moments, coefficients,
-    averages, critic) equals the derived state. The base checkpoint has no trainer state."""
+    """Number of these checkpoints that also have the derived trainer state: optimiser, counts, moments, coefficients,
+    averages and critic. The base checkpoint has no trainer state."""
     tapes: int = 0
     """Number of tapes that were trained on. Each has the content that its updates read."""
     digest: str | None = None
@@ -114,12 +114,12 @@ class Reproduction(Value):
 
 
 def reproduce(run: str | Path, checkpoint: str | Path | None = None, *, progress: Progress = silent) -> Reproduction:
-    """Derive a checkpoint of the run in the directory `run` again. By default, this is the last checkpoint, and all
-    earlier checkpoints are compared too.
+    """Derive a checkpoint of a run again. By default, derive the last checkpoint, and compare all earlier ones too.
 
-    `checkpoint` is the directory of a checkpoint anywhere, its name (`update-000040`), or its number of updates. If it
-    is not given, `run` may also be the directory of a checkpoint inside a run. Raises UsageError if the checkpoint
-    doesn't exist, and OtherVersion if another version of this package wrote the run's settings.
+    `run` is the directory of the run. `checkpoint` is the directory of a checkpoint anywhere, its name
+    (`update-000040`), or its number of updates. Without `checkpoint`, `run` may also be the directory of a checkpoint
+    inside a run. Raises UsageError if the checkpoint doesn't exist, and OtherVersion if another version of this package
+    wrote the run's settings.
     """
     run = Path(run)
     if not run.is_dir():
@@ -197,8 +197,8 @@ def retrace(
     base: str = "the weights of the model",
     progress: Progress = silent,
 ) -> Reproduction:
-    """Apply the recorded updates with a number below `until` (all by default) to `history`, whose model has the base
-    weights. Compare the results with the records and with the checkpoints in `files`."""
+    """Apply the recorded updates to `history`, and compare the results with the records and with the checkpoints in
+    `files`. The model of `history` has the base weights. With `until`, only updates with a lower number are applied."""
     return _Walk(history, until, files, base, progress).report()
 
 
@@ -218,7 +218,7 @@ class _Walk:
         self.digest: str | None = None
         self.started = time.perf_counter()
         self.other = ""
-        """How torch or this machine differs from what made an update. It is empty if no difference was found."""
+        """How this machine or its torch differs from the ones that made an update. It is empty if nothing differs."""
 
     def report(self) -> Reproduction:
         steps = by_update(use for use in self.ledger.uses if use.update < self.until)
@@ -255,7 +255,7 @@ class _Walk:
         self._weights(epochs[0].lineage)
 
     def _weights(self, lineage: str) -> None:
-        """Compare the current weights with the published digest and the checkpoint of this version, if there are any.
+        """Compare the current weights with this version's published digest and its checkpoint. Either may be missing.
 
         The comparison is made after each update, because the last checkpoint alone wouldn't show which update differs.
         """

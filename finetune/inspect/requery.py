@@ -1,8 +1,8 @@
 """Requery: scores recorded tokens with a model again, and compares the log-probs with those on tape.
 
-It checks that the policy that a tape names sampled the tape's tokens. Each token is scored, teacher-forced, with the
-weights of the version that the tape names for this token, or with weights that the caller names. The weights come from
-checkpoints and model folders. Tokens of a version whose weights are missing can't be verified.
+It checks that a tape's tokens come from the policy that the tape names. Each token is scored, teacher-forced, with the
+weights of its recorded version, or with weights that the caller names. The weights come from checkpoints and model
+folders. If the weights of a version are missing, its tokens can't be verified.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ..trainer.checkpoint import Checkpoint, checkpoint_folders, checkpoints
 from ..trainer.logprobs import score
 
 TOLERANCE = 1e-4
-"""Largest difference of a log-prob in float32 that counts as equal, in nats. It is ten times the observed rounding, and
-less than the effect of one update."""
+"""Two log-probs in float32 count as equal up to this difference, in nats. It is ten times the observed rounding error,
+and less than the effect of one update."""
 BATCH = 128
 """Number of tapes that are scored in one call of `requery`."""
 
@@ -59,8 +59,8 @@ class Policies:
     def __init__(
         self, run: Path, published: Sequence[Publish], *, only: str | None = None, begun: Sequence[str] = ()
     ) -> None:
-        """If `only` is set, this checkpoint or model folder scores all tokens, whichever version the tapes name.
-        `begun` are the model folders that the run began with."""
+        """`only` is a checkpoint or model folder that scores all tokens, whichever version the tapes name. `begun` are
+        the model folders that the run began with."""
         self.run = run
         self.digests = {publish.version: publish.digest for publish in published}
         self._video: VideoTokens = recorded_rendering(run).video
@@ -141,8 +141,8 @@ def requery_run(
     split: str | None = None,
     progress: Progress = silent,
 ) -> tuple[Verdicts, str | None]:
-    """Check the named tapes, or by default all closed tapes in a split that have sampled tokens. Return the verdicts,
-    and the reason if there are no verdicts.
+    """Check `tapes`, or by default all closed tapes in `split` that have sampled tokens. Return (verdicts, reason). The
+    reason explains why there are no verdicts, otherwise it is None.
 
     `model` is a checkpoint or model folder that scores every token. With None, each token is scored with the version
     that sampled it, from the run's checkpoints and model folders. `tolerance` is the largest difference in nats that
@@ -215,8 +215,8 @@ def requery(tapes: Sequence[Tape], policies: Policies, *, tolerance: float = TOL
 
 
 def _obstacle(tape: Tape, row: Row, found: Pretrained, fitting: set[int]) -> str | Divergence | None:
-    """Return why the model can't read the row's pictures as the engine did, or None if it can. This function adds the
-    `Place.key` of each picture that could be processed to `fitting`, and skips the pictures that are in it."""
+    """Return why the model can't read the row's pictures as the engine did, or None if it can. `fitting` has the
+    `Place.key` of pictures that could be processed. Pictures in it are skipped, and new ones are added."""
     recorded = tape.begin.versions.get("processor")
     if row.places and (found.vision is None or found.vision.hash != recorded):
         here = "none" if found.vision is None else found.vision.hash[:12]
@@ -251,8 +251,8 @@ def _by_version(tape: Tape, row: Row) -> list[tuple[str, Row]]:
 
 
 def _as_recorded(tape: Tape, row: Row) -> Row:
-    """Return the row with the recorded log-probs of greedily drawn tokens added. Rows leave these out, because the
-    tokens aren't samples from the policy. But they are recorded at temperature 1, so they can be compared here."""
+    """Return the row with the recorded log-probs of greedily drawn tokens. Rows leave them out, because these tokens
+    aren't samples from the policy. They were recorded at temperature 1, so they can be compared here."""
     old = row.old.copy()
     for k, name in enumerate(row.calls):
         call = tape.call(name)

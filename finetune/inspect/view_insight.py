@@ -15,7 +15,7 @@ from .explainer import Explainer, token_reader
 from .requery import Policies, Policy
 
 LONGEST = 20_000
-"""Maximum number of records in a tape that is explained, because an explanation reads the whole tape."""
+"""Tapes with more records than this aren't explained, because an explanation reads the whole tape."""
 
 
 class TrainingInsight:
@@ -23,7 +23,7 @@ class TrainingInsight:
 
     def __init__(self, store: Store, weights: str | None = None, tokenizer: str | None = None) -> None:
         """`weights` is a checkpoint or model folder. The probabilities that it gives are compared with those at
-        sampling. `tokenizer` is a folder; None takes the run's own tokenizer."""
+        sampling. `tokenizer` is a folder, or None for the run's own tokenizer."""
         self._store = store
         self._policies = Policies(store.path, (), only=weights) if weights is not None else None
         newest = store.index.tapes("status is not null")[-1:]
@@ -32,7 +32,7 @@ class TrainingInsight:
 
     @property
     def decode(self) -> Callable[[int], str] | None:
-        """A function that returns the text of a token id, or None if there is no tokenizer."""
+        """A function that returns the text of a token id. None without a tokenizer."""
         return self._decode
 
     def forget(self) -> None:
@@ -84,8 +84,8 @@ class TrainingInsight:
 
 
 def _by_call(values: Iterable[tuple[str, int, float | None]]) -> dict[str, list[float | None]]:
-    """Group (call, index, value) by call. Each list has the value for each index in the completion, or None without
-    one."""
+    """Group (call, index, value) by call. A call's list has the value at each index in the completion, or None where
+    there is none."""
     known: dict[str, list[float | None]] = {}
     for call, at, value in values:
         column = known.setdefault(call, [])

@@ -1,7 +1,8 @@
-"""Makes tapes of a corpus of plain text that the loop also imitates (`loop.corpus`).
+"""Makes tapes from a corpus of plain text (`loop.corpus`), which the loop also imitates.
 
-With these tapes, resuming and `reproduce` need only the run. A text is encoded without a chat template, between the
-tokenizer's begin-of-sequence and end-of-sequence tokens, if it has them. Control tokens in the text stay text.
+With these tapes, resuming and `reproduce` need only the run. A text is encoded without a chat template. If the
+tokenizer has tokens for the beginning and the end of a sequence, they enclose the text. Control tokens in the text stay
+text.
 """
 
 from __future__ import annotations

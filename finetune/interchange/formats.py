@@ -33,7 +33,8 @@ class Format:
     write: Callable[[Iterable[Tape]], Iterator[Mapping[str, object] | str]]
     """Converts tapes to records. For a tape without a record, it yields the reason as a string instead."""
     read: Callable[[Mapping[str, object], str], list[Conversation]]
-    """Converts a record, and the stem of its file's name, to conversations. Raises ValueError for a wrong record."""
+    """Converts a record to conversations. The second argument is the stem of the file's name. Raises ValueError for a
+    wrong record."""
 
 
 ENDINGS = (".jsonl", ".parquet")
@@ -147,7 +148,7 @@ def read(path: str | Path, run: str | Path, format: str, *, split: str | None = 
             count += 1
             for one in made if split is None else (replace(one, split=split) for one in made):
                 key = (one.content, one.status.value)
-                # The tapes are counted, because a file may have the same record several times, and each becomes a tape.
+                # The tapes are counted, because a file may repeat a record, and each repetition becomes a tape.
                 if known[key]:
                     known[key] -= 1
                     there += 1

@@ -1,7 +1,7 @@
 """Makes tapes of conversations that weren't recorded here: the rows of an import, and the texts of a corpus.
 
-Such a tape has a call for each answer from the model, and steps that are made from the messages. The agent and the
-environment aren't known, so the tape can be imitated but not replayed.
+These tapes have a call for each answer from the model, and steps that are made from the messages. The agent and the
+environment aren't known, so the tapes can be imitated but not replayed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Conversation:
     """One conversation, which becomes one tape."""
 
     id: str = ""
-    """Id of the tape that the conversation was exported from. It is empty if it wasn't exported from a tape."""
+    """Id of the tape that the conversation was exported from, or empty for any other conversation."""
     answers: tuple[Said, ...]
     by: str = MODEL
     """Path of the agent that gave these answers."""
@@ -107,10 +107,10 @@ class Conversation:
 
 
 def imported(store: Store) -> Counter[tuple[str, str]]:
-    """Return the number of tapes in the run that were made from a conversation, by its (content, status).
+    """Return how many tapes in the run were made from each conversation, by the conversation's (content, status).
 
-    A tape that wasn't finished because of a crash is closed with another status. So it doesn't match its conversation,
-    and the next import writes the conversation again.
+    If a crash interrupts an import, the unfinished tape is closed with another status. It then doesn't match its
+    conversation, and the next import writes the conversation again.
     """
     found: Counter[tuple[str, str]] = Counter()
     for summary in store.summaries(agent=MODEL, closed=True):

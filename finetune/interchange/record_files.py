@@ -25,7 +25,7 @@ class NothingToExport(TapereelError, ValueError):
 
 
 def records(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield each record in a .jsonl or .parquet file, and before it the record's place, for error messages. Raises
+    """Yield (place, record) for each record in a .jsonl or .parquet file. The place is for error messages. Raises
     BadImport if the file is invalid, and UsageError if it doesn't exist or has another ending."""
     if not path.is_file():
         raise UsageError(f"there is no file {path}")
@@ -88,8 +88,8 @@ def check_new(path: Path, endings: Sequence[str], format: str) -> None:
 
 @contextmanager
 def completed(path: Path) -> Iterator[Path]:
-    """Provide the path `NAME.partial` to write to, and rename it to `path` at the end of the block, so that an
-    incomplete file never has the final name, even after a crash."""
+    """Provide the path `NAME.partial` to write to, and rename the file to `path` at the end of the block. An incomplete
+    file then never has the final name, even after a crash."""
     partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     yield partial
@@ -131,8 +131,8 @@ def _write_parquet(made: list[Mapping[str, object]], path: Path) -> int:
 
 
 def nothing(path: Path, tapes: int, left_out: Mapping[str, int]) -> NothingToExport:
-    """Return the error to raise if no tape has a record. `left_out` maps each reason for leaving tapes out to the
-    number of these tapes."""
+    """Return the error to raise if no tape has a record. `left_out` has the number of tapes that were left out, by
+    reason."""
     reasons = ", ".join(f"{n:,} {reason}" for reason, n in left_out.items() if n)
     why = f"of {tapes:,} tapes all are left out: {reasons}" if tapes else "no closed tape fits"
     return NothingToExport(f"nothing to export, and {path} was not written: {why}")

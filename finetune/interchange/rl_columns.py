@@ -132,8 +132,8 @@ def row_rewards(
 def span_labels(
     input_ids: Sequence[int], offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
 ) -> list[int]:
-    """Return labels for authored text. A token is a target if its characters overlap one of the spans, otherwise not.
-    `offsets` and `spans` are (start, end) in characters."""
+    """Return labels for authored text. The targets are the tokens with characters in one of the spans. `offsets` and
+    `spans` are (start, end) in characters."""
     return [
         token if any(start < b and a < end for a, b in spans) else IGNORED
         for token, (start, end) in zip(input_ids, offsets, strict=True)
@@ -149,7 +149,7 @@ def to_dataset(
 ) -> Dataset:
     """Return a Hugging Face dataset in memory, with the columns described at the top of this module.
 
-    `items` are closed tapes. They may also be rows, if `episodes` has the `Episode` of each row's tape. `agents` and
+    `items` are closed tapes, or rows. For rows, `episodes` must have the `Episode` of each row's tape. `agents` and
     `renderer` are passed to `records`.
     """
     if episodes is None:
@@ -174,9 +174,9 @@ def records(
     """Yield the rows of closed tapes one by one, as mappings from column to value. One tape is in memory at a time.
 
     `agents` are the paths of the agents whose tokens are labels, or None for all. `renderer` tokenizes tapes that have
-    only text, and decodes the text columns. `images` adds the pictures' files. The numbers of tapes, rows and tokens
-    are added to `counts`. Without a renderer, a tape with only text is an error, but if `counts` is given, it is left
-    out and counted.
+    only text, and decodes the text columns. `images` adds the pictures' files. `counts` collects the numbers of tapes,
+    rows and tokens. Without a renderer, a tape with only text is an error. With `counts`, it is left out and counted
+    instead.
     """
     for tape in tapes:
         if counts is not None and renderer is None and _has_text_only(tape):

@@ -5,13 +5,14 @@ pads rows to a batch. `rl_step` computes the loss for a batch. The dataset has t
 read as NaN. Every number is computed by the objective's terms, as in the trainer. The functions here only move numbers
 between columns and tensors.
 
-1. A log-prob has the same index as its token. If log-probs were aligned to the end of a row by their count, they would
-   be misplaced whenever the targets are not the last contiguous block.
+1. A log-prob has the same index as its token. Aligning log-probs to the end of a row would misplace them, unless the
+   targets are one block at the end.
 2. A tape is one episode in its group, even if it has several rows. The status of the tape decides whether the episode
    trains and whether it counts in its group, as in the trainer.
 3. With a KL penalty in the reward, `rewards` and `advantages` are computed from the same shaped reward.
-4. A token trains if its value in `weights` is above 0. It is an error if the loss reads NaN for such a token. For other
-   tokens, NaN is normal: tokens of the environment or of other agents, unscored episodes and inexact sampling.
+4. A token trains if its value in `weights` is above 0. If the loss reads NaN for this token, it raises an error. NaN is
+   normal for all other tokens: the environment or another agent wrote them, their episode is unscored, or their
+   sampling wasn't exact.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ REMEDY = {
     "group_id": "name the attempts at one task alike",
     "tape_id": "name the rows of one episode alike",
 }
-"""What to do if a column is missing or has an unknown value, by column."""
+"""For each column, what to do if it is missing or has an unknown value."""
 
 
 class LossNotFinite(TapereelError, ArithmeticError):
-    """The loss for a batch is NaN or infinite, so no optimiser step may be made with its gradient."""
+    """The loss for a batch is NaN or infinite. Don't take an optimiser step with its gradient."""
 
 
 class RLConfig(Value):
@@ -123,12 +124,12 @@ class RLConfig(Value):
 
 
 def update_rewards_and_advantages(dataset: Dataset, config: RLConfig) -> Dataset:
-    """Return the dataset with `rewards`, `advantages`, `weights` and `group_tokens`, which are computed group by group.
+    """Compute `rewards`, `advantages`, `weights` and `group_tokens`, group by group, and return the dataset with them.
 
-    The order of rows doesn't matter. `weights` is the weight of each own token's loss, before the division by the
-    number of tokens or episodes in a batch. A token doesn't train and has weight 0 if its episode's status forbids it,
-    its episode has no reward, or its log-prob at sampling is unknown. `group_tokens` is the mean number of tokens in
-    the group's episodes. Raises BadBatch, with column and row, if the recipe needs an unknown value.
+    The order of rows doesn't matter. `weights` has the weight of each own token's loss, not yet divided by the number
+    of tokens or episodes in a batch. A token has weight 0 and doesn't train if the status of its episode forbids
+    training, the episode has no reward, or the log-prob at sampling is unknown. `group_tokens` is the mean number of
+    tokens in the group's episodes. Raises BadBatch, with column and row, if the recipe needs an unknown value.
     """
     recipe = config.recipe()
     table = _table(dataset)
@@ -158,8 +159,9 @@ def fill_ref_logprobs(
     """Return the dataset with `ref_logprobs`: log-probs of all own tokens under `model`, at the temperatures of
     sampling.
 
-    One forward pass has at most `micro_tokens` tokens, including padding. The model is in evaluation mode meanwhile. To
-    use a LoRA policy without adapters as the reference, make the call within `model.disable_adapter()`.
+    One forward pass has at most `micro_tokens` tokens, including padding. During the call, the model is in evaluation
+    mode. To use a LoRA policy without its adapters as the reference, call this function within
+    `model.disable_adapter()`.
     """
     recipe = config.recipe()
     table = _table(dataset)
@@ -261,7 +263,7 @@ class _Columns:
             self.refuse("ref_logprobs", scored[stream.episode] & stream.old.isfinite() & ~stream.ref.isfinite())
 
     def check_some(self, stream: Stream) -> None:
-        """Raise BadBatch if no token may train, because all rewards or all log-probs are unknown."""
+        """Raise BadBatch if all rewards or all log-probs are unknown, so that no token may train."""
         scored = stream.episodes.trains & ~stream.episodes.reward.isnan()
         known = stream.old.isfinite()
         empty = "rewards" if not bool(scored.any()) else "old_logprobs" if not bool(known.any()) else None
@@ -276,7 +278,7 @@ class _Columns:
             _refuse(name, float(self.values(name)[at]), row, at - int(self.starts[row]))
 
     def shaped(self, stream: Stream) -> NDArray[np.float64]:
-        """Return the reward (tokens,) of each token's episode after the recipe's shaping."""
+        """For each token, return the reward (tokens,) of its episode, as the recipe shapes it."""
         x, scored = stream.episodes.reward, stream.episodes.trains
         for term in self.recipe.shape:
             if not isinstance(term, TokenKL):
@@ -284,7 +286,7 @@ class _Columns:
         return np.repeat(x.numpy()[self.episode], self.lengths)
 
     def group_tokens(self, stream: Stream) -> NDArray[np.float64]:
-        """Return each row's (rows,) mean number of tokens, including prompts, over the episodes in its group."""
+        """For each row, return the mean number (rows,) of tokens per episode in its group, including prompts."""
         group = stream.episodes.group.numpy()
         tokens = np.bincount(self.episode, weights=self.lengths, minlength=len(self.tapes))
         return (np.bincount(group, weights=tokens) / np.bincount(group))[group[self.episode]]
@@ -330,12 +332,12 @@ class _Columns:
         )
 
     def numbers(self, name: str) -> Tensor:
-        """Return the own tokens' values (own tokens,) in a column with one value per token, as float64."""
+        """Return the values (own tokens,) that a token column has at the own tokens, as float64."""
         return torch.from_numpy(self.values(name)[self.own].astype(np.float64, copy=False))
 
     def _episodes(self) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.bool_], tuple[str, ...]]:
-        """Return four things: for each episode, the reward, the index of the group, and whether the status permits
-        training; and the names of the groups."""
+        """Return (reward, group, allowed, groups). The first three have a value for each episode: its reward, the index
+        of its group, and whether its status permits training. `groups` has the names of the groups."""
         there = "reward" in self.table.column_names
         reward = self.table.column("reward").to_numpy().astype(np.float64) if there else None
         per_row = row_rewards(self.values("rewards"), self.own, self.starts, reward)
@@ -371,8 +373,8 @@ class _Columns:
         return np.fromiter(map(known.__getitem__, ends), bool, len(ends))
 
     def _turns(self, reward: NDArray[np.float64], episode: Tensor) -> tuple[Tensor, Turns]:
-        """Return the index of each own token's turn (own tokens,), and the table of turns. If the dataset has no
-        columns for turns, each episode counts as one turn."""
+        """Return the index (own tokens,) of each own token's turn, and the table of turns. Without columns for turns,
+        each episode counts as one turn."""
         n = len(self.tapes)
         if not {"turn", "turn_rewards"} <= set(self.table.column_names):
             return episode, Turns(
@@ -434,7 +436,8 @@ def collate(
     """Pad rows to one batch. `labels` are padded with -100, `attention_mask` with 0, and RL columns with NaN, which is
     never a valid log-prob.
 
-    The batch also has `episode` (rows,), the index of each row's tape in the batch. None and null become NaN.
+    The batch also has `episode` (rows,), a number for each row's tape. Rows of the same tape have the same number. None
+    and null become NaN.
     """
     if not features or side not in ("right", "left"):
         raise BadBatch(f"{len(features)} rows padded on side {side!r}: give at least one row, and 'right' or 'left'")
@@ -467,13 +470,13 @@ def collate(
 
 
 def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss for a collated batch, from which gradients can be computed, and statistics. The loss is the
-    recipe's mean over the tokens in the batch that train.
+    """Return the differentiable loss for a collated batch, and statistics. The loss is the recipe's mean over the
+    tokens that train.
 
     The statistics are means over these tokens, and extremes as `name/min` and `name/max`. `tokens` is the number of
     these tokens, and `weight` is the divisor of the loss. To get the loss over several batches, multiply each batch's
     loss by its `weight`, and divide the sum by the sum of the weights. With `weigh.kind = constant`, this is only
-    correct if no episode has rows in several batches. Raises BadBatch with column, row and token if a value that the
+    correct if all rows of an episode are in one batch. Raises BadBatch with column, row and token if a value that the
     recipe needs is unknown, and LossNotFinite if the loss is NaN or infinite.
     """
     recipe = config.recipe()
@@ -607,8 +610,8 @@ def _statistics(
         values["ratio_ref_old"] = (stream.ref - stream.old).exp()
         values["kl"] = estimate("k3", lp, stream.ref)
     for name, column in values.items():
-        # Unknown values can only be in columns that the recipe doesn't read. For other columns, they have raised an
-        # error.
+        # Only columns that the recipe doesn't read can have unknown values here. Unknown values in other columns have
+        # raised an error before.
         sums.add(name, column[~column.isnan()], extremes=True)
     sums.add("logprob_where_weight_positive", lp[weight > 0])
     sums.add("logprob_where_weight_negative", lp[weight < 0])

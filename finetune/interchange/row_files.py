@@ -1,6 +1,6 @@
 """Converts a run's tapes to the rows of a dataset: in memory, as a stream, in a JSONL or Parquet file, or in a folder.
 
-Datasets, streams and folders are those of Hugging Face `datasets`. The rows have the columns that `rl_columns`
+Datasets, streams and folders are in the formats of Hugging Face `datasets`. The rows have the columns that `rl_columns`
 describes. An unknown number is null in JSONL and NaN elsewhere, never 0. Datasets in memory, Parquet files and dataset
 folders are converted 1,000 rows at a time.
 """
@@ -53,8 +53,8 @@ def export(
 
     `agents` are the paths of the agents whose tokens are labels, or None for all. `renderer` tokenizes tapes that have
     only text, and adds the text columns. `images` adds the files of the pictures. `path` ends in .jsonl or .parquet, or
-    has no ending for a dataset folder. Raises UsageError if `path` exists or has another ending, or if `images` is set
-    for JSONL, and NothingToExport if no tape has a row. In these cases nothing is written.
+    is a folder without an ending. Raises UsageError if `path` exists, has another ending, or is a JSONL file with
+    `images`. Raises NothingToExport if no tape has a row. In these cases nothing is written.
     """
     path = Path(path)
     check_new(path, (".jsonl", ".parquet", ""), "rows")
@@ -116,8 +116,8 @@ def run_dataset(
 def _run_records(
     run: Path, where: Where, agents: Sequence[str] | None, tokenizer: str | Path | None, images: bool
 ) -> Iterator[Mapping[str, object]]:
-    """Yield the rows of a run. This is a module-level function with plain arguments, so that the workers of a data
-    loader can get it."""
+    """Yield the rows of a run. This is a module-level function with plain arguments, so that it can be sent to the
+    workers of a data loader."""
     from .rl_columns import records
 
     renderer = renderer_of(tokenizer)
@@ -136,7 +136,7 @@ def renderer_of(tokenizer: str | Path | None) -> Renderer | None:
 
 
 def _some(made: Iterator[Mapping[str, object]], counts: Counter[str], path: Path) -> Iterator[Mapping[str, object]]:
-    """Return the records. Raises NothingToExport if it finds none."""
+    """Return the records. Raises NothingToExport if there are none."""
     first = next(made, None)
     if first is None:
         empty, untokenized = counts["without_own"], counts["without_tokens"]

@@ -41,7 +41,7 @@ class Turn(NamedTuple):
     tools: tuple[dict[str, JsonValue], ...]
 
     def follows(self, earlier: Turn) -> bool:
-        """Return whether the messages begin with the messages of `earlier` and its reply."""
+        """Return True if the messages begin with all messages of `earlier`, followed by its reply."""
         said = [*earlier.messages, earlier.reply]
         return self.messages[: len(said)] == said
 
@@ -60,7 +60,7 @@ def turns_of(tape: Tape) -> list[Turn]:
 
 class SFTRow(BaseModel):
     """One conversation (`messages`), or a prompt and a completion. In `messages`, each message from the assistant is a
-    model call. With a prompt, only the assistant's messages in the completion are."""
+    model call. With a prompt, only the assistant's messages in the completion are model calls."""
 
     model_config = ConfigDict(extra="ignore")
     reward: _Score = None
@@ -83,7 +83,7 @@ class SFTRow(BaseModel):
 
 
 def write_sft(tapes: Iterable[Tape]) -> Iterator[Mapping[str, object] | str]:
-    """Yield a row for each conversation that no later call extends. If a tape has none, yield the reason."""
+    """Yield a row for each conversation that no later call extends. If a tape has no conversation, yield the reason."""
     for tape in tapes:
         turns = turns_of(tape)
         if not turns:
@@ -215,8 +215,8 @@ def read_preference(record: Mapping[str, object], stem: str) -> list[Conversatio
 
 def with_images(row: Mapping[str, object], image: Callable[[str], object]) -> Mapping[str, object] | str:
     """Return the row in TRL's form for pictures, or the reason why this isn't possible. In this form, every content is
-    a list of parts, and the column `images` has the pictures for the parts `{"type": "image"}`, in order. `image` maps
-    the name of a picture's file to the value in that column."""
+    a list of parts, and the column `images` has the pictures for the parts `{"type": "image"}`, in order. `image`
+    returns the value in this column for the name of a picture's file."""
     names: list[str] = []
     made: dict[str, object] = dict(row)
     for key in ("messages", "prompt", "completion", "chosen", "rejected"):

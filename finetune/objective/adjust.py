@@ -27,12 +27,13 @@ class Adjust(Term):
     """Base class of all adjustments. Derive from it to write your own adjustment."""
 
     def __call__(self, a: Tensor, entered: Tensor, stream: Stream, context: Context) -> Tensor:
-        """Return the adjusted advantages (T,) float64. The caller sets those of tokens that don't enter to 0."""
+        """Return the adjusted advantages (T,) float64. The caller then sets them to 0 for tokens that don't enter."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define the adjusted advantages there")
 
 
 class Whiten(Adjust):
-    """Gives the advantages of all tokens that enter mean 0 and, unless `centre_only`, standard deviation 1."""
+    """Shifts the advantages of the tokens that enter to mean 0. Without `centre_only`, also scales them to standard
+    deviation 1."""
 
     kind: Literal["whiten"] = "whiten"
     ddof: Literal[0, 1] = 0

@@ -33,10 +33,10 @@ class Anchor(Term):
     """The log-prob in the denominator of ratios."""
 
     to: Literal["sampler", "recomputed"] = "sampler"
-    """The log-prob in the ratio's denominator: the one that the sampler recorded, or one that the trainer
-    recomputes."""
+    """The log-prob in the ratio's denominator. `sampler` takes the recorded one. `recomputed` takes one that the
+    trainer computes."""
     weight: Literal["none", "truncate", "mask"] = "none"
-    """How the importance weight of `recomputed` is bounded. With `none`, tokens have no weight."""
+    """How the importance weight (only with `recomputed`) is bounded. With `none`, tokens have no importance weight."""
     per: Per = "token"
     """The unit that shares one importance weight."""
     combine: Literal["mean", "sum"] = "mean"
@@ -61,8 +61,8 @@ class Anchor(Term):
         return self.weight == "none" or self.per == "token"
 
     def __call__(self, lp: Tensor, index: Tensor, stream: Stream, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Return the anchor log-probs (n,), and the importance weights (n,) or None, for the tokens `index` (n,) with
-        log-probs `lp` (n,)."""
+        """Return the anchor log-probs (n,) of the tokens `index` (n,), and their importance weights (n,) or None. `lp`
+        (n,) are the current log-probs."""
         old = stream.old[index].to(lp.dtype)
         if self.to == "sampler":
             return old, None
@@ -82,7 +82,7 @@ class Anchor(Term):
 
 
 def over_unit(x: Tensor, per: Per, index: Tensor, stream: Stream, combine: str = "mean") -> Tensor:
-    """Return the mean or sum (n,) of `x` (n,) over the turn or episode of each token in `index` (n,).
+    """For each token in `index` (n,), return the mean or sum (n,) of `x` (n,) over the token's turn or episode.
 
     `index` must hold all entering tokens of each turn or episode. Otherwise the mean covers only a part of it.
     """

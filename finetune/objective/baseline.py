@@ -11,8 +11,8 @@ m (mean), s (standard deviation) and n (count) are taken over the units in one g
 from one fork point (by = fork) or the whole batch (by = batch). Units are grouped by id, never by position. An unscored
 unit is in no group.
 
-1. If all values in a group are equal, all its advantages are exactly 0. This is tested on the values themselves,
-   because s may be a rounding error instead of 0, which a division by s + eps would magnify.
+1. If all values in a group are equal, all its advantages are exactly 0. The test compares the values themselves. s may
+   be a rounding error instead of 0, and a division by s + eps would magnify it.
 2. The advantage in a group of one is exactly 0 (except with `none`), because there is no other unit to compare with.
 3. Episodes are the units by default. If the units are turns (`reward: per = turn`), a longer episode has more weight in
    m and s.
@@ -43,7 +43,8 @@ class Baseline(Term):
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define the advantage of each reward there")
 
     def owner(self, units: int, stream: Stream) -> Tensor:
-        """Return the index (U,) int64 of the set (group, fork point or batch) within which each unit is compared."""
+        """For each unit, return the index (U,) int64 of its set: the group, fork point or batch in which it is
+        compared."""
         if self.by == "batch":
             return torch.zeros(units, dtype=torch.int64)
         of_episode = stream.episodes.group if self.by == "group" else stream.episodes.fork
@@ -51,7 +52,7 @@ class Baseline(Term):
 
 
 class GroupBaseline(Baseline):
-    """Subtracts from each reward a mean of the rewards it is compared with, and may divide by a standard deviation."""
+    """Subtracts the mean of the compared rewards from each reward, and may divide by a standard deviation."""
 
     kind: Literal["none", "mean", "loo", "std", "batch_std"] = "std"
     """The comparison, as listed above."""
@@ -118,6 +119,7 @@ AnyBaseline = Annotated[Baseline, Kinds(GroupBaseline)]
 
 
 def flat_groups(x: Tensor, scored: Tensor, group: Tensor, n: int) -> Tensor:
-    """Return a mask (n,) of the groups whose scored units all have the same reward, or that have no scored unit."""
+    """Return a mask (n,) of the groups in which all scored units have the same reward, and of the groups without scored
+    units."""
     low, high = segments.extremes(x[scored], group[scored], n)
     return low >= high

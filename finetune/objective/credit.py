@@ -131,15 +131,15 @@ class _Clock:
         self.episode = episode
         """(S,) index of each step's episode, non-decreasing."""
         self.first = first
-        """(S,) the first token of each step, whose value is the value of the step."""
+        """(S,) the first token of each step. The step has the value of this token."""
         self.end_of_turn = end_of_turn
-        """(N,) for each turn, the last step of its episode at or before the end of the turn, or -1 if there is none."""
+        """(N,) for each turn, the last step of its episode up to the end of the turn, or -1 if it has none yet."""
         nxt = torch.cat([episode[1:], episode.new_full((1,), -1)]) if len(episode) else episode
         self.last = episode != nxt
         """(S,) bool: whether the step is the last of its episode."""
 
     def place(self, y: Tensor, stream: Stream) -> Tensor:
-        """Return the rewards (S,) of the steps, where each unit's y is at the unit's last step.
+        """Return the rewards (S,) of the steps. The y of a unit goes to the unit's last step.
 
         A reward before the first own token has no step and is dropped, because no action of the agent caused it.
         """

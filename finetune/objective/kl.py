@@ -4,15 +4,14 @@
     k2 = d^2 / 2    as a loss its expected gradient is exactly the gradient of KL(pi || ref)
     k3 = e^-d - 1 + d    expected value KL(pi || ref), never negative; as a loss it descends KL(ref || pi)
 
-The coefficient of a KL in the loss (regulariser) or in the reward (shape) is fixed or adaptive. After an update, an
-adaptive coefficient changes with kl, the update's mean k1 per token, and n, its number of episodes:
+The coefficient of a KL in the loss (regulariser) or in the reward (shape) is fixed or adaptive. An adaptive coefficient
+changes after each update. kl is the update's mean k1 per token, and n is its number of episodes:
 
     beta *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon
 
 1. Above x = 20, `exp` continues along the tangent of e^x, so that its value and gradient stay finite where e^x would
    overflow.
-2. The factor that multiplies an adaptive coefficient is at least 0, whatever n is, because a negative coefficient would
-   reward divergence.
+2. An adaptive coefficient is multiplied by at least 0, whatever n is. A negative coefficient would reward divergence.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ STEEP = 20.0
 
 
 def exp(x: Tensor) -> Tensor:
-    """Return e^x for x <= STEEP, and the tangent of e^x at STEEP above it. Unlike a clamp, the tangent has a gradient
-    that isn't 0."""
+    """Return e^x up to x = STEEP, and beyond it the tangent of e^x at STEEP. The gradient of a clamp would be 0
+    there."""
     return torch.exp(x.clamp(max=STEEP)) * (1 + (x - STEEP).clamp(min=0))
 
 

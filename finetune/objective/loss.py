@@ -41,7 +41,7 @@ class Batch:
     """(T,) float64 targets for the critic, or None if the recipe has no critic."""
 
     def part(self, episodes: Tensor | None = None, add_up: Callable[[Tensor], Tensor] = lambda x: x) -> Part:
-        """Return the data for one optimiser step on all episodes, or on those where `episodes` (E,) bool is True.
+        """Return the data for one optimiser step on the episodes where `episodes` (E,) bool is True, by default on all.
 
         `add_up` sums a tensor over all ranks of the step, and every rank must call it. The denominator is the total
         over all ranks, because the ranks' gradients are summed, not averaged.
@@ -75,7 +75,7 @@ class Part:
     def loss(
         self, lp: Tensor, entropy: Tensor | None, index: Tensor, context: Context, betas: tuple[float, ...]
     ) -> Tensor:
-        """Return the sum of w l over the tokens `index` (n,), whose current log-probs with gradient are `lp` (n,).
+        """Return the sum of w l over the tokens `index` (n,). `lp` (n,) are their current log-probs, with gradient.
 
         If the recipe isn't local, `index` must hold whole units (turns or episodes), because the ratio of a unit is
         computed from all of its tokens. `entropy` (n,) has the tokens' entropies, or is None. `betas` has the current
@@ -133,8 +133,8 @@ def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
     if advantages:
         context.sums.add("reward", stream.episodes.reward[scored], extremes=True)
         context.sums.add("reward/square", stream.episodes.reward[scored].square())
-        # The terms' statistics leave out episodes that don't train. Scored episodes that aren't compared join them
-        # here.
+        # The terms' statistics leave out episodes that don't train. Here, they also leave out scored episodes that
+        # aren't compared.
         table = replace(stream.episodes, trains=stream.episodes.trains & (compared | ~scored))
         advantage, target = _advantages(recipe, replace(stream, episodes=table), compared, entered, context)
     else:
@@ -157,10 +157,10 @@ def prepare_batches(
     context: Context,
     sizes: Sequence[int] = (),
 ) -> Batch:
-    """Return the batch for `stream`, which was made from `rows` and `episodes` and may contain several rollout batches.
+    """Return the batch for `stream`, which may contain several rollout batches. It was made from `rows` and `episodes`.
 
     A term that compares over a batch (`by = batch`) compares within each rollout batch. The token weights are computed
-    once, over all rollout batches. So the gradient is the same as for one large batch, unless a term compares over a
+    once, over all rollout batches. Without a term that compares over a batch, the gradient is the same as for one large
     batch.
 
     `sizes` gives the number of episodes in each rollout batch, in the order of `episodes`. If it is empty, there is one
@@ -197,7 +197,7 @@ def prepare_batches(
 
 
 def _count_answers(rows: Sequence[Row], context: Context) -> None:
-    """Add to the metrics the repetitions and the words of reflection in each answer that has own tokens."""
+    """Count repetitions and words of reflection in each answer with own tokens, and add the counts to the metrics."""
     for row in rows:
         has = np.bincount(row.call, minlength=len(row.calls)) > 0
         for name, counts in (("answer/repeated", row.repeated()), ("answer/reflections", row.reflections())):

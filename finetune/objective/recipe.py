@@ -27,15 +27,15 @@ class Score(Term):
     """How the log-prob of each own token is computed, and whether its entropy is computed too.
 
     A log-prob is log softmax(logits / T). For a policy gradient, T is the temperature at which the token was sampled,
-    because the distribution that is scored must be the one that was sampled from. Maximum likelihood fits the model's
+    because a token must be scored under the distribution that it was sampled from. Maximum likelihood fits the model's
     own distribution, so T is 1.
     """
 
     temperature: Literal["recorded", "one"] = "recorded"
-    """The temperature T of the log-probs: the one at which each token was sampled (`recorded`), or 1 (`one`)."""
+    """With `recorded`, T is the temperature at which each token was sampled. With `one`, T is 1."""
     head: Literal["weights", "float32"] = "weights"
-    """Dtype of the output layer's matrix product: its weights' dtype, or float32 if they are narrower. The engine that
-    samples must use the same dtype. Otherwise the log-probs of sampler and trainer differ by rounding."""
+    """Dtype of the output layer's matrix product: its weights' dtype (`weights`), or at least float32 (`float32`). The
+    sampling engine must use the same dtype, or the log-probs of sampler and trainer differ by rounding."""
     entropy: bool = False
     """Whether to report the exact entropy of every token. It is always computed for a regulariser that needs it."""
 
@@ -95,12 +95,12 @@ class Recipe(Term):
 
     @property
     def token_penalty(self) -> TokenKL | None:
-        """The term that adds a KL penalty to each token's reward, or None if there is none."""
+        """The term that adds a KL penalty to each token's reward, or None without one."""
         return next((term for term in self.shape if isinstance(term, TokenKL) and term.beta > 0), None)
 
     @property
     def coefficients(self) -> tuple[Regulariser | RewardKL, ...]:
-        """The terms whose coefficients a trainer keeps: every regulariser, followed by every adaptive KL in the
+        """The terms with a coefficient that the trainer keeps: every regulariser, then every adaptive KL in the
         reward."""
         return (*self.regulariser, *(term for term in self.shape if _is_adaptive(term)))
 
@@ -119,8 +119,8 @@ class Recipe(Term):
     @property
     def bootstraps(self) -> bool:
         """True if a critic estimates the value of the state at which an episode was cut off. It is False if an episode
-        has its whole reward at the end. The values then include the reward from before the cut, so the value at the cut
-        would count that reward twice."""
+        has its whole reward at the end. The value at the cut then includes reward from before the cut, which would
+        count twice."""
         return self.credit.bootstraps and self.reward.per == "turn"
 
     @property
@@ -154,7 +154,7 @@ class Recipe(Term):
         return sum(term.coefficient for term in self.regulariser if isinstance(term, Balance))
 
     def unfit(self, tokens: int) -> list[str]:
-        """Return the warnings of all terms whose `out_of_reach` isn't None."""
+        """Return the warnings that the terms give in `out_of_reach`."""
         fields = (getattr(self, name) for name in type(self).model_fields)
         terms = [term for field in fields for term in (field if isinstance(field, tuple) else (field,))]
         return [why for term in terms if isinstance(term, Term) and (why := term.out_of_reach(tokens)) is not None]
@@ -172,14 +172,14 @@ class Recipe(Term):
 
     @property
     def idle(self) -> bool:
-        """True if no token of the batch has a gradient, because neither a surrogate nor an active regulariser applies
-        to it."""
+        """True if neither a surrogate nor an active regulariser applies to the batch, so that none of its tokens has a
+        gradient."""
         others = [term for term in self.regulariser if not isinstance(term, Demonstrations)]
         return isinstance(self.surrogate, NoSurrogate) and not any(term.active for term in others)
 
     def stands_still(self, *, own_reference: bool) -> bool:
-        """Return True if the gradient is always 0 because the only losses are KLs to the sampler or, with
-        `own_reference`, to a reference that is the policy at the start of the phase."""
+        """Return True if all losses are KLs to the sampler, or to the reference if `own_reference` is true. The
+        gradient is then always 0. `own_reference` means that the reference is the policy at the start of the phase."""
         terms = [term for term in self.regulariser if term.active]
         near = {"sampler", "reference"} if own_reference else {"sampler"}
         still = all(isinstance(term, KL) and term.to in near for term in terms)

@@ -8,8 +8,8 @@
 
 The coefficient of a KL is fixed or adaptive (`kl.Adaptive`). An adaptive coefficient changes after each optimiser step.
 
-1. k1 can't be a loss, because its expected gradient is 0. The expected gradient of k2 is the gradient of KL(pi || ref),
-   and that of k3 is the gradient of KL(ref || pi).
+1. k1 can't be a loss, because its expected gradient is 0. The expected gradient of k2 is the gradient of KL(pi || ref).
+   For k3, it is the gradient of KL(ref || pi).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Regulariser(Term):
     def __call__(
         self, lp: Tensor, entropy: Tensor | None, index: Tensor, stream: Stream, beta: float, context: Context
     ) -> Tensor:
-        """Return the additions (n,) to the losses of the tokens `index` (n,), whose current log-probs are `lp` (n,)."""
+        """Return the additions (n,) to the losses of the tokens `index` (n,). `lp` (n,) are their current log-probs."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define what it adds to each token there")
 
 
@@ -127,7 +127,7 @@ class KL(Regulariser):
 
 
 class Entropy(Regulariser):
-    """Entropy bonus, from the exact entropy over the whole vocabulary and not an estimate from the sampled token."""
+    """Entropy bonus, from the exact entropy over the whole vocabulary instead of an estimate from the sampled token."""
 
     kind: Literal["entropy"] = "entropy"
     coefficient: float = 0.0
@@ -172,7 +172,7 @@ class _Beside(Regulariser):
 
 
 class Demonstrations(_Beside):
-    """Cross-entropy on demonstrations, which are rows outside the rollout batch that the same update trains on."""
+    """Cross-entropy on demonstrations. The update trains on these rows in addition to the rollout batch."""
 
     kind: Literal["nll"] = "nll"
 

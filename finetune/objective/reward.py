@@ -4,8 +4,8 @@
     x_n = reward of turn n           (per = turn)
 
 An episode without a reward has x = NaN. It is unscored, and a recipe with advantages never trains on it. `components`
-replaces the recorded total with a weighted sum of the recorded parts: x_e = sum_k weight_k * part_k. An episode that
-lacks the part NAME is unscored instead of having a part of 0, and the metric `reward/missing/NAME` counts it.
+replaces the recorded total with a weighted sum of the recorded parts: x_e = sum_k weight_k * part_k. A missing part
+NAME doesn't count as 0. Its episode is unscored, and the metric `reward/missing/NAME` counts it.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ each reason, a metric reports the share that was dropped.
     shift_mask   drop tokens whose probability has already moved in the advantage's direction by more than this
 
 1. An episode enters only if its status allows training. A recipe with advantages also needs the episode's reward, and
-   trains only on tokens whose log-prob at sampling is known.
-2. `keep` and `mean_bounds` apply before the baseline, so `flat`, the baseline and every other statistic cover only the
-   episodes that they keep. `keep` chooses among the episodes within `bounds`. Flat groups stay in the statistics, and
-   without `keep`, so do the episodes outside `bounds`.
-3. `keep_when = after_baseline` is the order of earlier versions, and remains available for runs that they recorded. In
-   this order, `keep` applies last, and the statistics also cover the episodes that it drops.
+   trains only on tokens with a known log-prob at sampling.
+2. `keep` and `mean_bounds` apply before the baseline. Only the episodes that they keep count in `flat`, the baseline
+   and every other statistic. `keep` chooses among the episodes within `bounds`. Flat groups stay in the statistics.
+   Without `keep`, the episodes outside `bounds` stay in them too.
+3. `keep_when = after_baseline` is the order of earlier versions, for the runs that they recorded. In this order, `keep`
+   applies last, and the episodes that it drops count in the statistics too.
 4. `entropy_top` chooses among the tokens that enter, and breaks ties by position. Entropies are rounded to six decimals
    first, because the entropies of equal contexts differ by rounding errors that depend on the micro-batches.
 """
@@ -45,24 +45,25 @@ class Select(Term):
     flat: Literal["keep", "drop"] = "keep"
     """Whether to keep or drop a group whose scored episodes all have the same reward."""
     bounds: tuple[float | None, float | None] | None = None
-    """Range (low, high) of the rewards of episodes that enter. A bound of None leaves that end open. An unscored
-    episode is outside the range."""
+    """An episode enters if its reward is in this range (low, high), where None leaves an end open. An unscored episode
+    is outside the range."""
     keep: int | None = Field(default=None, ge=1)
     """Number of episodes kept in each group. If None, all are kept."""
     keep_how: Literal["best", "spread"] = "best"
     """Which episodes `keep` keeps: the best, or those with the widest spread (half best, half worst)."""
     keep_when: Literal["before_baseline", "after_baseline"] = "before_baseline"
-    """Whether `keep` applies before the baseline, which then compares only the episodes that are kept, or after it."""
+    """Whether `keep` applies before or after the baseline. If it applies before, the baseline compares only the
+    episodes that are kept."""
     mean_bounds: tuple[float | None, float | None] | None = None
-    """Range (low, high) of the mean rewards of groups that enter. A bound of None leaves that end open. A group without
-    a scored episode is outside the range."""
+    """A group enters if its mean reward is in this range (low, high), where None leaves an end open. A group without a
+    scored episode is outside the range."""
     entropy_top: float | None = Field(default=None, gt=0, le=1)
     """Share of each episode's tokens that keep their loss. If None, all keep it."""
     kl_mask: float | None = Field(default=None, gt=0)
     """Largest (lp - old)^2 / 2 at which a token keeps its loss. None sets no bound."""
     shift_mask: float | None = Field(default=None, gt=0)
-    """Largest change of a token's probability, in the direction of its advantage, at which the token keeps its loss. If
-    None, there is no bound."""
+    """A token keeps its loss if its probability has moved in the direction of its advantage by at most this. None sets
+    no bound."""
 
     def scored(self, stream: Stream, advantages: bool, context: Context) -> Tensor:
         """Return a mask (E,) of the episodes that may enter and that count in their group."""
@@ -101,7 +102,7 @@ class Select(Term):
         return entered, compared
 
     def _within(self, entered: Tensor, stream: Stream, context: Context) -> Tensor:
-        """Return a mask (E,) of the episodes of `entered` whose reward lies within `bounds`."""
+        """Return a mask (E,) of the episodes in `entered` with a reward within `bounds`."""
         if self.bounds is None:
             return entered
         outside = ~_inside(stream.episodes.reward, self.bounds)
@@ -109,7 +110,7 @@ class Select(Term):
         return entered & ~outside
 
     def _kept(self, entered: Tensor, stream: Stream, context: Context) -> Tensor:
-        """Return a mask (E,) of the episodes of `entered` that `keep` keeps."""
+        """Return a mask (E,) of the episodes in `entered` that `keep` keeps."""
         if self.keep is None:
             return entered
         table = stream.episodes

@@ -8,12 +8,13 @@
 
 m and s are the mean and the standard deviation of the run's rewards.
 
-1. `running` doesn't change rewards until the run has had two different rewards, because until then their standard
-   deviation is 0 or unknown. A baseline that divides by the group's standard deviation (`std`) undoes this scaling.
+1. `running` leaves the rewards unchanged as long as the run has fewer than two different rewards. Their standard
+   deviation is then 0 or unknown. A baseline that divides by the group's standard deviation (`std`) undoes this
+   scaling.
 2. The penalty of `overlong` is at most `factor`. Every later term sees the shaped reward.
-3. An adaptive KL coefficient (`kl.Adaptive`) changes once after each update, however many optimiser steps the update
-   has, because all of these steps share the rewards that were computed with it. The change depends on the mean k1
-   between sampler and reference over the tokens that enter, whichever estimator the penalty uses.
+3. An adaptive KL coefficient (`kl.Adaptive`) changes once after each update. All optimiser steps of an update share the
+   rewards that were computed with one coefficient. The change depends on the mean k1 between sampler and reference over
+   the tokens that enter, whichever estimator the penalty uses.
 4. If rewards are per turn, the shapes overlong and episode_kl change the reward of the episode's last turn.
 """
 
@@ -81,7 +82,7 @@ class Overlong(Shape):
 
     kind: Literal["overlong"] = "overlong"
     limit: int = Field(gt=0)
-    """Number of the agent's own tokens in an episode at which the full penalty is reached."""
+    """Length of an episode, in the agent's own tokens, at which the penalty reaches `factor`."""
     buffer: int = Field(gt=0)
     """Number of tokens before the limit over which the penalty grows linearly."""
     factor: float = 1.0
@@ -99,7 +100,7 @@ class Overlong(Shape):
 
 
 class RewardKL(Shape):
-    """Base class of the penalties in the reward for the KL between the sampler and the reference model."""
+    """Base class of the terms that penalise the KL between the sampler and the reference model in the reward."""
 
     beta: float = Field(ge=0)
     """KL coefficient (the penalty per nat). With `adaptive`, this is the coefficient for the first update."""
@@ -135,7 +136,7 @@ class RewardKL(Shape):
 
 
 class EpisodeKL(RewardKL):
-    """Subtracts a penalty for the KL between the sampler and the reference model from each episode's reward."""
+    """Lowers each episode's reward by a penalty for the KL between the sampler and the reference model."""
 
     kind: Literal["episode_kl"] = "episode_kl"
     estimator: Estimator = "k3"
@@ -150,7 +151,7 @@ class EpisodeKL(RewardKL):
 
 
 class TokenKL(RewardKL):
-    """Adds a penalty for the KL between the sampler and the reference model to each token's reward."""
+    """Adds to each token's reward a penalty for the KL between the sampler and the reference model."""
 
     kind: Literal["token_kl"] = "token_kl"
 
@@ -163,8 +164,8 @@ AnyShape = Annotated[Shape, Kinds(Clip, Running, Overlong, EpisodeKL, TokenKL)]
 
 
 def _kl_estimates(kind: Estimator, stream: Stream) -> Tensor:
-    """Return each token's estimate (T,) float64 of the KL from the recomputed anchor, or from the sampler if there is
-    no such anchor, to the reference model. It is 0 where the anchor's or sampler's log-prob is unknown."""
+    """Return each token's estimate (T,) float64 of the KL to the reference model, from the recomputed anchor if there
+    is one, otherwise from the sampler. It is 0 where the log-prob of the anchor or sampler is unknown."""
     if stream.ref is None:
         raise ValueError(
             "a KL in the reward reads the reference's log-probs, and there are none: pass reference=... to the trainer"
@@ -177,7 +178,7 @@ def _kl_estimates(kind: Estimator, stream: Stream) -> Tensor:
 
 
 def _on_episode(x: Tensor, change: Tensor, stream: Stream) -> Tensor:
-    """Return `x` plus each episode's `change`, which goes to the episode's last turn if `x` is per turn."""
+    """Return `x` plus each episode's `change`. If `x` is per turn, the change is added to the episode's last turn."""
     if len(x) == len(change):
         return x + change
     owner = stream.turns.episode

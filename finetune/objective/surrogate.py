@@ -13,8 +13,8 @@ the advantage.
 With per = turn or episode, r is the geometric mean of all ratios in the unit (GSPO). sg stops the gradient.
 
 1. For ppo, reinforce, cispo, cpg and sapo, a token whose advantage is exactly 0 has loss and gradient exactly 0.
-2. Where lp - anchor is above 20, r continues along its tangent, because r A isn't clipped from above for A < 0 and
-   would overflow.
+2. Where lp - anchor is above 20, r continues along its tangent. Otherwise r A could overflow for A < 0, where it isn't
+   clipped from above.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Surrogate(Term):
     """Base class of all surrogates. Derive from it to write a loss of your own (docs/write_a_recipe.md)."""
 
     advantages: ClassVar[bool] = True
-    """Whether the loss uses advantages, so that a token needs a reward and a finite log-prob at sampling."""
+    """Whether the loss uses advantages. A token then needs a reward and a finite log-prob at sampling."""
     needs_reference: ClassVar[bool] = False
     """Whether the loss reads `stream.ref`, the reference model's log-probs."""
     zero_at_zero: ClassVar[bool] = False
-    """Whether a token with advantage 0 has loss and gradient exactly 0, so that the trainer may skip the token."""
+    """Whether a token with advantage 0 has loss and gradient exactly 0. The trainer may then skip the token."""
 
     @property
     def local(self) -> bool:
@@ -162,7 +162,7 @@ class CPG(_Local):
 
 
 class SAPO(_Local):
-    """The ratio passes through a sigmoid gate, where PPO clips it."""
+    """Passes the ratio through a sigmoid gate instead of clipping it as PPO does."""
 
     zero_at_zero: ClassVar[bool] = True
     kind: Literal["sapo"] = "sapo"
@@ -191,7 +191,7 @@ class NLL(_Local):
 
 
 class MinorNLL(Surrogate):
-    """Cross-entropy whose gradient fades as the model's log-prob rises above the reference model's."""
+    """Cross-entropy with a gradient that fades as the model's log-prob rises above the reference model's."""
 
     advantages: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = True

@@ -28,8 +28,8 @@ class Term(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def out_of_reach(self, tokens: int) -> str | None:
-        """Return the reason why the term can't have its intended effect if an episode has at most `tokens` own tokens,
-        or None if it can. A training run reports the reason as a warning when it starts."""
+        """Return why the term can't have its intended effect in episodes of at most `tokens` own tokens, or None if it
+        can. A training run reports the reason as a warning when it starts."""
         return None
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Term(BaseModel):
 
 
 def kind_of(term: Term) -> str | None:
-    """Return the term's kind, which is `module:name` for a user's class, or None if the term has only one kind."""
+    """Return the term's kind, or None if the term has only one. For a user's class, the kind is `module:name`."""
     return class_name(type(term)) if _outside(type(term)) else getattr(term, "kind", None)
 
 
@@ -64,14 +64,15 @@ def class_name(cls: type[Term]) -> str:
 
 
 def _main_file() -> Path | None:
-    """Return the file of the script that this process runs, or None if there is none. The script's module is `__main__`
+    """Return the file of the script that this process runs, or None without a script. The script's module is `__main__`
     in this process, but other processes import it by the file's stem."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     return Path(file) if file is not None else None
 
 
 class Kinds:
-    """Annotates a field of a recipe that holds either one of the package's terms, selected by `kind`, or a user's term.
+    """Annotates a field of a recipe. The field holds one of the package's terms, which `kind` selects, or a user's
+    term.
 
     A user's class must derive from the field's type. A user's term is written as `kind: module:name` together with its
     constants. Reading the term imports the class.
@@ -155,7 +156,7 @@ def _imported(base: type[Term], value: Mapping[str, Any], *, execute: bool = Tru
 
 
 class Sums:
-    """Metrics that are stored as sums and counts, so that those of micro-batches, ranks and updates add up exactly.
+    """Metrics that are stored as sums and counts, so that micro-batches, ranks and updates add up exactly.
 
     A mean is computed only when it is read. A mean of means would give a small micro-batch the weight of a large one.
     """
@@ -178,7 +179,7 @@ class Sums:
             self.highs[name] = max(self.highs.get(name, float("-inf")), float(values.max()))
 
     def put(self, name: str, total: float, n: float = 1) -> None:
-        """Add to the metric `name` a sum over `n` elements that the caller has computed."""
+        """Add `total`, which the caller has summed over `n` elements, to the metric `name`."""
         self.sums[name] = self.sums.get(name, 0.0) + total
         self.counts[name] = self.counts.get(name, 0.0) + n
 
@@ -212,7 +213,7 @@ class Sums:
         """Return the standard deviation (divisor n), or None if nothing was counted. It is computed from the metrics
         `name` and `name/square`.
 
-        The variance is clamped at 0, because rounding can make it negative, and its square root would then be NaN.
+        The variance is clamped at 0. Rounding can make it negative, and its square root would be NaN.
         """
         mean, square = self.mean(name), self.mean(f"{name}/square")
         return None if mean is None or square is None else max(square - mean * mean, 0.0) ** 0.5
@@ -274,7 +275,7 @@ class Context:
     parts: dict[str, float] = field(default_factory=dict)
     """Each term's part of the loss so far. The parts add up to the loss."""
     add_up: Callable[[Tensor], Tensor] = lambda x: x
-    """Sums a tensor over all ranks (by default one). Every rank must call it, or the other ranks wait."""
+    """Function that sums a tensor over all ranks, by default one. Every rank must call it, because the others wait."""
 
     def add_part(self, name: str, loss: float) -> None:
         """Add `loss`, the contribution of the term `name` to the loss, to `parts`."""

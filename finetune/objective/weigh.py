@@ -9,9 +9,9 @@ divisor.
     sum       w = 1 / limit                nothing is averaged
 
 T, E, N and G are the numbers of tokens, episodes, turns and groups that enter the update. T_e, T_n and T_g count the
-tokens of one episode, turn and group. Tokens are counted after groups and episodes are selected and before tokens are,
-so a token that a mask drops still counts in the denominator. The losses of micro-batches, ranks, packed rows and rows
-of one episode add up exactly.
+tokens of one episode, turn and group. Tokens are counted after the selection of groups and episodes, but before the
+selection of tokens. So a token that a mask drops still counts in the denominator. The losses of micro-batches, ranks,
+packed rows and rows of one episode add up exactly.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Weigh(Term):
     """Divisor for `constant` and `sum`, usually the token limit of a completion."""
 
     def out_of_reach(self, tokens: int) -> str | None:
-        """Return a warning if `limit` is far from the length of the longest episode, because it then scales the
-        gradient. A `limit` of 1 is accepted, because it gives the sum."""
+        """Return a warning if `limit` is far from the length of the longest episode, because this scales the gradient.
+        A `limit` of 1 gives the sum, so it is accepted."""
         far = self.kind == "constant" and self.limit != 1 and not tokens / 8 <= self.limit <= tokens
         return f"the divisor of the loss doesn't fit: limit {self.limit:g}" if far else None
 

@@ -30,8 +30,8 @@ RECIPES: dict[str, Recipe] = {
 def get_recipe(name: str, changes: Mapping[str, object] | None = None, *, run: Path | None = None) -> Recipe:
     """Return the recipe called `name`, with `changes` to its terms (see `Recipe.but`).
 
-    If `run` is the directory of a run that has begun with one of the package's recipes, the run's recorded recipe is
-    returned instead, with the recorded constants even if this version of the package has others.
+    If the run in the directory `run` has begun with one of the package's recipes, the recipe that it recorded is
+    returned instead. Its constants are the recorded ones, even if this version of the package has others.
 
     `package.module:name` and `file.py:name` name a user's own recipe, which is imported. Raises UsageError if the name
     is unknown or the object isn't a recipe.
@@ -77,7 +77,7 @@ def write_recipes(directory: Path, recipes: Mapping[str, Recipe]) -> None:
 
 
 def read_recipes(directory: Path) -> dict[str, Recipe | UsageError]:
-    """Return each phase's recipe, or the reason why it can't be used here. The result is empty if there is no file.
+    """Return each phase's recipe, or the reason why it can't be used here. Without a file, the result is empty.
 
     Reading the file imports no module, so a user's term is found only if its module was imported before. Raises
     BrokenRecipes if the file holds no recipes.

@@ -47,7 +47,7 @@ cpgd = Recipe(
 
 Source: Liu et al. 2025, "CPGD" (arXiv 2505.12504); the estimator of that name in LightRFT.
 
-1. The advantage is computed from the rewards of the batch's episodes. LightRFT computes it from a single number, so
-   there it is always 0.
+1. The advantage is computed from the rewards of the batch's episodes. LightRFT computes it from a single number, so its
+   advantage is always 0.
 2. The drift penalty has the coefficient 0.1. It has little effect while the policy is near the sampler.
 """

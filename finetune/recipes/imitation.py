@@ -34,11 +34,11 @@ minor_sft = Recipe(
     baseline=GroupBaseline(kind="none"),
     surrogate=MinorNLL(beta=0.1, per="episode"),
 )
-"""minor_sft: cross-entropy whose gradient fades as the model's log-probs rise above the reference's.
+"""minor_sft: cross-entropy with a gradient that fades as the model's log-probs rise above the reference's.
 
     loss = -1/T sum_t (2 / beta) log sigmoid(beta mean_episode(lp - ref))        beta 0.1
 
-The gradient is that of cross-entropy times 2 sigmoid(-beta mean(lp - ref)), a factor that is 1 at lp = ref.
+The gradient is cross-entropy's gradient times 2 sigmoid(-beta mean(lp - ref)). This factor is 1 at lp = ref.
 
 Source: Xie et al. 2024, "Minor SFT loss" (arXiv 2408.10642).
 
