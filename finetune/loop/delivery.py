@@ -2,13 +2,13 @@
 
 After every weight sync, each sampler draws one token after each of several prefixes of a recorded row. The log-probs of
 these tokens must equal those that the trainer computes with the new weights. The requests take the same route as every
-completion. The prefixes stay the same during a run. So a prefix cache that wasn't cleared still holds keys and values
-from earlier weights, and the check fails then too. The trainer keeps its distributions for the last few versions, so
-that an error can name the version that a sampler really has.
+completion. The prefixes stay the same during a run. So the check also fails if a prefix cache wasn't cleared and still
+holds keys and values from earlier weights. The trainer keeps its distributions for the last few versions, so that an
+error can name the version that a sampler really has.
 
-Differences up to a bound count as rounding. The bound grows only after a confirmed sync: one whose update changed the
-log-probs by more than twice the bound. After a smaller update, the verdict is `unmoved`. Updates that never arrive are
-still found: samplers are compared with the newest weights, so small updates add up.
+Differences up to a bound count as rounding. A sync is confirmed if its update changed the log-probs by more than twice
+the bound. Only then does the bound grow. After a smaller update, the verdict is `unmoved`. Small updates that never
+arrive are still found, because they add up: samplers are always compared with the newest weights.
 
 No engine is asked to score given tokens, because vLLM's CPU build with adapters crashes on `prompt_logprobs`.
 """
@@ -42,12 +42,12 @@ SHARE, LEAST, MOST = 100, 32, 144
 """The longest prefix has 1 / SHARE of the batch's tokens, but at least LEAST and at most MOST, so that a check is cheap
 compared to the update. MOST tokens fill a block of 128 tokens, which is a large block for a prefix cache."""
 FLOOR, NARROW = {torch.float32: 1e-4, torch.float64: 1e-4}, 0.02
-"""Differences up to this many nats always count as rounding. FLOOR has the bound for each dtype of the trainer's
-forward pass, and NARROW is the bound for all other dtypes."""
+"""Differences up to this many nats always count as rounding. The bound depends on the dtype of the trainer's forward
+pass. FLOOR lists some dtypes, and NARROW is for all others."""
 MARGIN = 3.0
 """The bound is this many times the largest difference after a confirmed sync."""
 FIRST = 0.5
-"""The bound, in nats, for a run's first check, when it isn't known yet how its samplers round."""
+"""The bound in nats for a run's first check. At that point, it isn't known how the samplers round."""
 KEPT = 8
 """Number of versions whose log-probs are kept."""
 ONE = Sampling(max_tokens=1)
@@ -81,7 +81,7 @@ class _Answer(NamedTuple):
         return version.after[np.arange(len(self.ids)), self.ids]
 
     def gaps(self, versions: Iterable[_Version]) -> list[float]:
-        """Return, for each version, the largest difference from the trainer's log-probs in nats."""
+        """Return the largest difference from the trainer's log-probs under each version, in nats."""
         return [float(np.abs(self.of(version) - self.logprobs).max()) for version in versions]
 
 
@@ -100,7 +100,7 @@ class Delivery:
         self._row: Row | None = None
         """The beginning of a recorded row. The prefixes are taken from it. It is None before `choose`."""
         self._places: list[int] = []
-        """Lengths of the prefixes of `_row` after which a token is sampled. No prefix ends inside a picture."""
+        """Lengths of the prefixes of `_row`. A token is sampled after each prefix. No prefix ends inside a picture."""
         self._clean: float | None = None
         """Largest difference, in nats, after a confirmed sync. It is None before the first check."""
         self._versions: deque[_Version] = deque(maxlen=KEPT)

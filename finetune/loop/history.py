@@ -104,7 +104,7 @@ class History:
         """The number of updates that led to the present weights."""
         self.trained_tokens = 0
         self.taught: dict[str, Pin] = {}
-        """The pin of each tape that the current weights were trained on. It names what the last update read."""
+        """A pin for each tape that the current weights were trained on, which names what the last update read."""
         self.cursor = 0
         """The number of groups that have begun in this phase. It is also the position in the taskset."""
         self.scores: dict[int, float] = {}
@@ -113,7 +113,7 @@ class History:
         self.trainer: PolicyTrainer | None = None
         self.delivery = Delivery(model)
         self.unrecorded: list[Use] = []
-        """Records of the last update's epochs that are missing from the store because of a crash. `restore` made them
+        """A crash can leave some epochs of the last update without a record in the store. `restore` makes these records
         again, and the caller must append them to the store before the next update."""
 
     @property
@@ -185,7 +185,7 @@ class History:
 
     def taught_rows(self, plan: Plan, batch: Batch) -> Sequence[Row]:
         """Return the rows for the planned update. If an engine serves the teacher, they include the teacher's
-        log-probs. For a recorded update, they are read from the run; raises BrokenHistory if they are gone."""
+        log-probs. For a recorded update, the log-probs are read from the run. Raises BrokenHistory if they are gone."""
         teacher = self.enter(plan.phase).others.get("teacher")
         if not isinstance(teacher, ServedTeacher) or not batch.rows:
             return batch.rows
@@ -317,8 +317,8 @@ class History:
         return len(redo)
 
     def _load_newest(self, fits: Callable[[Checkpoint], bool]) -> bool:
-        """Load the newest undamaged checkpoint for which `fits` is true, and return whether there is one. If a damaged
-        checkpoint is skipped, its updates are applied again, so it only costs time."""
+        """Load the newest undamaged checkpoint for which `fits` is true. Return False if there is none. Skipping a
+        damaged checkpoint only costs time, because its updates are applied again."""
         recorded = any((self.store.path / name).is_relative_to(self.directory) for name in self.store.files)
         for path in sorted(self.directory.glob("update-*"), key=lambda path: (len(path.name), path.name), reverse=True):
             try:
@@ -353,8 +353,8 @@ class History:
     def _check_published(self) -> None:
         """Raise BrokenHistory if the restored weights differ from those that were published as the same version.
 
-        The weights are compared bit for bit, because a run that is resumed on another machine could otherwise continue
-        with slightly different weights. Tapes from both would then count as sampled by one version.
+        The weights are compared bit for bit. Otherwise, a run that is resumed on another machine could continue with
+        slightly different weights, and tapes from both machines would count as sampled by one version.
         """
         recorded = self.store.published.get(self.version)
         found = weights_digest(copied_weights(self.model)) if recorded is not None else None
@@ -398,8 +398,8 @@ def apply_again(history: History, epochs: Sequence[Use]) -> tuple[UpdateStats, t
 
 
 def as_read(history: History, info: UpdateInfo) -> Source:
-    """Return a source that gives each tape with the content that the update read. It raises ChangedTape if the tape no
-    longer has that content."""
+    """Return a source that gives each tape with the content that the update read. The source raises ChangedTape if the
+    content has changed."""
     pins = info.pins or {}
     return lambda tape: history.from_store(tape, pins.get(tape) or None)
 
@@ -417,9 +417,10 @@ def with_threads(recorded: int | None) -> Iterator[None]:
 
 
 def _by_recipe(error: Differs, use: Use, again: Use) -> Differs:
-    """Return the error to raise. If the digest of the recipe also differs, this error names the recipe as the cause.
+    """Return the error to raise. It names the recipe as the cause if the digest of the recipe differs too.
 
-    A different digest alone isn't an error. A new constant in a term changes it without always affecting the update.
+    A different digest alone isn't an error, because a new constant in a term changes the digest but may not affect the
+    update.
     """
     then: Any = use.info.get("on") or {}
     now: Any = again.info.get("on") or {}
@@ -472,7 +473,7 @@ def _item(item: Any) -> str:
 
 
 def elsewhere(then: Mapping[str, JsonValue] | None, now: Mapping[str, JsonValue]) -> str:
-    """Describe how torch and the machine (`now`) differ from those of the update (`then`), or return an empty text."""
+    """Describe what changed in torch and the machine from the update (`then`) to `now`. Empty if nothing did."""
     names = [
         f"{name} {now.get(name)} and not {value}"
         for name, value in (then or {}).items()
@@ -519,9 +520,9 @@ def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
 
 
 def _left_out(rows: Sequence[Row], stats: UpdateStats) -> list[Range]:
-    """Return the tokens of scored episodes that did not enter the loss. Either the recipe did not select the token or
-    its group, or RL can't train on the token, or the whole update was skipped. No later update trains on these tokens,
-    so this update's record lists them."""
+    """Return the tokens of scored episodes that did not enter the loss. There are three causes: the recipe did not
+    select the token or its group, RL can't train on the token, or the whole update was skipped. No later update trains
+    on these tokens, so this update's record lists them."""
     stream = stats.stream
     idle = (stats.weight == 0) if stats.applied else torch.ones(len(stream), dtype=torch.bool)
     chosen = (idle & ~stream.episodes.reward.isnan()[stream.episode]).numpy()

@@ -1,4 +1,4 @@
-"""The asynchronous training loop. It samples groups of episodes while the trainer updates on the oldest closed groups.
+"""The asynchronous training loop. It samples groups of episodes while the trainer learns from the oldest closed groups.
 
 The event loop runs the agents, the environments and the embedded engine. Updates run in a thread. The steps of an
 update always have the same order: the weights change in memory, the `use` record becomes durable, and the engine gets
@@ -48,7 +48,7 @@ class SamplerMismatch(TapereelError, AssertionError):
 
 
 class UnknownAgent(TapereelError, ValueError):
-    """No agent that is to be trained spoke in the episodes."""
+    """None of the agents to train spoke in the episodes."""
 
 
 def check_recipe(config: LoopConfig, recipe: Recipe, shown: int | None = None) -> None:
@@ -70,8 +70,8 @@ def check_recipe(config: LoopConfig, recipe: Recipe, shown: int | None = None) -
 
 
 def check_speaks(agents: Sequence[str], rows: Iterable[Row], setting: str = "loop.agents") -> None:
-    """Raise UnknownAgent if agents spoke in these rows, but none of `agents` did. `setting` is where `agents` are
-    set."""
+    """Raise UnknownAgent if agents spoke in these rows, but none of `agents` did. `setting` names the setting that
+    lists `agents`."""
     paths = {path for row in rows for path in row.agents}
     if paths and not paths.intersection(agents):
         raise UnknownAgent(
@@ -81,8 +81,8 @@ def check_speaks(agents: Sequence[str], rows: Iterable[Row], setting: str = "loo
 
 
 def check_engines(engines: Iterable[Engine], config: LoopConfig) -> None:
-    """Check before anything is recorded that these engines can be used for training. Raises UsageError with the members
-    that an engine lacks, and ValueError if `loop.sleep` is set and an engine can't sleep."""
+    """Check that these engines can be used for training, before anything is recorded. Raises UsageError if an engine
+    lacks members, and names them. Raises ValueError if `loop.sleep` is set and an engine can't sleep."""
     for engine in engines:
         require(engine, TRAINING, "Training")
         if config.sleep and not isinstance(engine, TeamEngine) and "sleep" not in engine.can:
@@ -128,9 +128,9 @@ class Loop:
     ) -> None:
         """`tasks(k)` returns the task for group k and must return the same task at every call. `recipe` defaults to the
         recipe in `config`. `shown` are tapes in the store that updates also imitate (`loop.demonstrations`). `players`
-        are other policies that learn from the same episodes. `start` is the number of updates at which the loop
-        began; a resumed loop needs it to end at the same update as an uninterrupted loop. It defaults to the current
-        number of updates. `settled` is awaited before the engine gets new weights or sleeps."""
+        are other policies that learn from the same episodes. `start` is the number of updates at which the loop began,
+        by default the current number. With it, a resumed loop ends at the same update as an uninterrupted loop.
+        `settled` is awaited before the engine gets new weights or sleeps."""
         check_engines([engine, lead_of(engine), *(player.engine for player in players)], config)
         check_factory(env)
         recipe = recipe or get_recipe(config.recipe, config.changes)
@@ -275,9 +275,8 @@ class Loop:
         """Make one update: train, record and publish, in this order.
 
         If a crash comes before the records are durable, the update is lost, and a resumed run makes it from the same
-        tapes. If a crash comes later, a resumed run applies the recorded update again. The engine must not get the
-        weights before the records are durable, because a crash could then leave tapes that were sampled by an
-        unrecorded version.
+        tapes. If a crash comes later, a resumed run applies the recorded update again. The engine gets the weights only
+        after the records are durable. Otherwise, a crash could leave tapes that were sampled by an unrecorded version.
         """
         shown = {tape: self.history.from_store(tape) for tape in plan.shown}
         source = ChainMap(self.rollouts.converted, shown).__getitem__
@@ -355,9 +354,9 @@ class Loop:
         await asyncio.gather(*(engine.wake() for engine in sleepers))
 
     def _perf(self, trained: int, seconds: float) -> dict[str, float | None]:
-        """Return the seconds since the loop began, and the tokens per busy second since the last metrics line. These
-        are counted separately for engine and trainer, which work at the same time. The update trained on `trained`
-        tokens in `seconds`."""
+        """Return the seconds since the loop began, and the tokens per busy second since the last metrics line. Busy
+        seconds are counted separately for engine and trainer, which work at the same time. The update trained on
+        `trained` tokens in `seconds`."""
         sampled, busy = self._reported
         self._reported = self.rollouts.sampled_tokens, self.engine.stats.busy_seconds
         since = self._reported[1] - busy

@@ -31,8 +31,9 @@ class OptimiserConfig(Config):
     micro_tokens: int = Field(default=4096, ge=1)
     """Tokens per forward pass, including padding."""
     pack: bool | None = None
-    """Put rows end to end in one sequence instead of padding them. None packs if the attention kernel knows the
-    boundaries of rows (flash attention on a GPU). Packing is exact with other kernels too, but slower than padding."""
+    """Put rows end to end in one sequence instead of padding them. With None, rows are packed if the attention kernel
+    knows their boundaries (flash attention on a GPU). Packing is exact with other kernels too, but slower than
+    padding."""
     autocast: Literal["bfloat16"] | None = None
     """Dtype of the forward pass; weights, output layer and optimiser state stay in float32. None uses float32 for
     everything."""
@@ -65,7 +66,7 @@ class CriticConfig(Config):
     optimiser: CriticOptimiserConfig = CriticOptimiserConfig()
     clip: float | None = Field(default=0.2, gt=0)
     """Largest change, in units of reward, of a token's predicted value during one update. Once the prediction has moved
-    this far, the token has no further loss. None sets no bound."""
+    this far, its loss has no gradient. None sets no bound."""
     normalised: bool = True
     """Whether targets are scaled by their running mean and deviation. If so, the critic begins at the mean of its
     first targets."""
@@ -95,9 +96,9 @@ class ForkConfig(Config):
     attempts: int = Field(default=1, ge=1)
     """Number of attempts in each group that are forked. They are drawn from the attempts with at least two turns."""
     turns: int = Field(default=1, ge=1)
-    """Number of turns at which each of these attempts is forked, drawn from its turns after the first."""
+    """Number of turns at which an attempt is forked. They are drawn from the attempt's turns after the first."""
     continuations: int = Field(default=4, ge=2)
-    """Number of episodes that continue from each of these turns."""
+    """Number of episodes that continue from each turn at which an attempt is forked."""
 
 
 class CorpusConfig(DatasetConfig):
@@ -127,7 +128,7 @@ class ProcessesConfig(Config):
 
 
 class ReferenceConfig(Config):
-    """The reference model, which the policy is compared against by a KL term or by `minor_sft`."""
+    """The reference model. A KL term or `minor_sft` compares the policy with it."""
 
     model: str
     """`base` is the model at the beginning of the run, `warm` is the model after the warm start, and `none` disables
@@ -206,7 +207,8 @@ class LoopConfig(RecipeConfig):
     `name@path`) plus the rewards that all agents share. If false, an episode has one reward for all of its agents."""
     extra_groups: int | None = Field(default=None, ge=0)
     """If the recipe drops flat groups, at most this many other groups are sampled for one update to replace them. If
-    that isn't enough, the update trains on a smaller batch. None allows three times an update's groups."""
+    that isn't enough, the update trains on a smaller batch. None allows three times the number of groups in an
+    update."""
     forks: ForkConfig | None = None
     """How attempts are forked. None disables forking."""
     demonstrations: int = Field(default=0, ge=0)
@@ -233,8 +235,8 @@ class LoopConfig(RecipeConfig):
     publish: Literal["reprefill", "drain"] = "reprefill"
     """How completions in flight are handled when the weights change. Log-probs are exact with both choices."""
     sleep: bool = False
-    """Whether servers free their GPU memory during an update, so that the trainer can use the same GPU. Nothing can be
-    sampled during an update then, so max_lag must be 0."""
+    """Whether servers free their GPU memory during an update, so that the trainer can use the same GPU. In that case,
+    nothing can be sampled during an update, so max_lag must be 0."""
     sampler_tolerance: float | None = Field(default=1e-4, gt=0)
     """The largest allowed |log-prob at sampling - log-prob in training| in nats. The check is made only if max_lag is
     0. None disables it."""
@@ -243,8 +245,8 @@ class LoopConfig(RecipeConfig):
     checkpoint_every: int = Field(default=10, ge=1)
     """Updates between two checkpoints."""
     keep_checkpoints: int | None = Field(default=3, ge=1)
-    """Number of checkpoints to keep; None keeps all. The base checkpoint, the last, the one with the best held-out
-    reward, and those at the end of a phase are always kept."""
+    """Number of checkpoints to keep. None keeps all. The base checkpoint, the last checkpoint, the checkpoint with the
+    best held-out reward and the checkpoints at the end of a phase are always kept."""
     keep_checkpoint_bytes: int | None = Field(default=None, ge=0)
     """Maximum size of all kept checkpoints in bytes. Above it, the oldest are deleted. None sets no bound."""
     shuffle_rewards: Literal["within", "across"] | None = None

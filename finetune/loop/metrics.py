@@ -56,8 +56,8 @@ def player_line(name: str, stats: UpdateStats, uses: Sequence[Use], tapes: Seque
 
 
 def _policy_values(stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape]) -> dict[str, object]:
-    """Return the lengths and ages of the tokens that one policy's agents sampled for the update, and the number of
-    tokens that were trained on."""
+    """Return the fields for one policy: the lengths of its agents' answers and episodes, the ages of their sampled
+    tokens, and the number of tokens that were trained on."""
     info = UpdateInfo.of(uses[0])
     read = set(info.every)
     tapes = [tape for tape in tapes if tape.id in read]
@@ -87,7 +87,7 @@ def ends(tapes: Sequence[Tape]) -> dict[str, float | None]:
 
 
 def components(tapes: Iterable[Tape]) -> dict[str, float]:
-    """Return the unweighted mean of each reward component and metric, over the whole episodes that have it."""
+    """Return the unweighted mean of each reward component and metric over episodes that have it. Forks don't count."""
     found: dict[str, list[float]] = {}
     for tape in tapes:
         if tape.begin.parent is None:
@@ -125,7 +125,7 @@ def _sequence_tokens(tape: Tape, calls: Sequence[Call]) -> int:
 
 
 def _ages(tapes: Sequence[Tape], use: Use) -> dict[int, int]:
-    """Return the number of sampled tokens of each age in updates. Tokens of other lineages don't count."""
+    """Count the sampled tokens of each age, which is a number of updates. Tokens of other lineages don't count."""
     tokens: Counter[str] = Counter()
     for tape in tapes:
         for call in tape.calls:

@@ -32,7 +32,7 @@ Source = Callable[[str], tuple[list[Row], Episode]]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows that one update trains on, in order, and the tokens that it leaves out, in one field for each reason."""
+    """The rows that one update trains on, in order. For each reason to leave out tokens, a field lists them."""
 
     rows: list[Row]
     episodes: list[Episode]
@@ -69,7 +69,7 @@ class Plan(Value):
     phase: str = ""
     tapes: tuple[str, ...] = ()
     oldest: int | None = None
-    """Number of a version. Tokens that were sampled by older versions are stale and left out. None sets no bound."""
+    """Number of the oldest version that isn't stale. Tokens from older versions are left out. None sets no bound."""
     rewards: tuple[float | None, ...] | None = None
     """Rewards that replace the recorded rewards of `tapes` in a control experiment. An unscored tape has None."""
     aside: tuple[str, ...] = ()
@@ -100,8 +100,8 @@ class Plan(Value):
         return (*self.every, *self.shown)
 
     def info(self) -> dict[str, JsonValue]:
-        """Return the plan as it is stored in a `use` record. Fields with their default are left out, so a record made
-        before the field existed equals a record made now."""
+        """Return the plan as it is stored in a `use` record. Fields that have their default value are left out, so a
+        record from before a field existed equals a new record."""
         whole = self.model_dump(mode="json", include=set(Plan.model_fields))
         kept = ("phase", "tapes", "oldest", "rewards")
         return {
@@ -175,7 +175,8 @@ class UpdateInfo(Plan):
     context: tuple[Range, ...] = ()
     """Tokens of agents that aren't trained."""
     pins: dict[str, tuple[str, ...]] | None = None
-    """The digests of each tape when the update read it. Only an update's first epoch has this and the fields below."""
+    """The digests of each tape when the update read it. Only the record of an update's first epoch has this field and
+    the fields after it."""
     reference: str | None = None
     """Name and digest of the reference model, or None if the recipe doesn't use a reference."""
     teacher: str | None = None
@@ -196,7 +197,7 @@ def by_update(uses: Iterable[Use]) -> list[list[Use]]:
 
 
 def taught_by(uses: Iterable[Use]) -> dict[str, Pin]:
-    """Return the pin of each tape that these updates trained on. The last update's pin counts."""
+    """Return a pin for each tape that these updates trained on. It is the pin from the last of these updates."""
     taught: dict[str, Pin] = {}
     pins: dict[str, Pin] = {}
     for use in uses:

@@ -1,8 +1,9 @@
 """A player is another model that learns from a loop's episodes, in addition to the loop's own policy.
 
 Each player has its own weights, lineage, checkpoints and trainer. From every batch of the loop, it makes one update on
-its agents' tokens. If a crash comes after the loop's record of an update and before the player's, the player is one
-update behind. It then makes that update from the loop's record, so that all policies have as many updates again.
+its agents' tokens. If a crash comes after the loop records an update and before the player does, the player is one
+update behind. A resumed run then makes the player's update from the loop's record, so that all policies have the same
+number of updates again.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class Player:
         return self.name or self.history.lineage
 
     def plan(self, plan: Plan, max_lag: int) -> Plan:
-        """Return the player's plan for an update of the loop. It has no flat groups (`aside`), because only the loop
-        accounts for those."""
+        """Return the player's plan for an update of the loop. Flat groups (`aside`) are left out, because only the loop
+        accounts for them."""
         oldest = stale_before(self.history.updates, max_lag)
         return plan.model_copy(update={"agents": self.agents, "oldest": oldest, "aside": ()})
 
@@ -60,7 +61,7 @@ class Player:
         return stats, uses, *self.history.publish_record(mode)
 
     async def catch_up(self, store: Store, lineage: str, max_lag: int) -> None:
-        """Make the updates that the loop's `lineage` has and this player lacks, from the plans in the loop's records.
+        """Make the updates that this player lacks and the loop's `lineage` has. The plans come from the loop's records.
         As in the loop, each update is recorded before the engine gets the new weights."""
         for use in self.history.unrecorded:
             store.append_layer(use)

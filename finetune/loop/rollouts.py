@@ -1,7 +1,7 @@
 """The queue of groups between rollout and training. It samples groups, closes them and passes them to updates.
 
-A group has a number and one task. If the same task is drawn again later, it gets another group. So attempts from
-different epochs of a taskset, or by policies far apart, are never compared. Closed groups are:
+A group has a number and one task. If the same task is drawn again later, it gets another group. So attempts are never
+compared if they come from different epochs of a taskset, or from policies that are far apart. Closed groups are:
 
     ready     an update takes it; the oldest groups are taken first
     aside     the recipe would drop it, because it is flat; others are sampled in its place, at most `extra_groups`
@@ -46,14 +46,14 @@ log = logger("groups")
 PHASE = "rl"
 """The name of the loop's phase in records, seeds and metrics."""
 BARREN_BATCHES = 8
-"""The loop stops after this many batches of groups in a row without a usable attempt. The cause must then be permanent,
-and a loop that continues would record failures until the disk is full."""
+"""The loop stops if this many batches of groups in a row have no usable attempt. At that point, the cause must be
+permanent, and a loop that continues would record failures until the disk is full."""
 EXTRA_BATCHES = 3
 """The default of `loop.extra_groups`, as a multiple of the groups in an update."""
 
 
 class NothingUsable(TapereelError, RuntimeError):
-    """Too many groups in a row have no attempt that can be trained on. The message has the end of the last attempt."""
+    """Too many groups in a row have no attempt that can be trained on. The message describes how the last one ended."""
 
 
 class Filled(StrEnum):
@@ -77,11 +77,11 @@ class Taken:
     closings: Counter[Closing]
     """How many groups closed in each way since the last update, including dropped groups."""
     lost: Counter[str] = field(default_factory=Counter)
-    """Number of tapes in the closed groups that can't be trained on, by cause."""
+    """Number of unusable tapes in the closed groups, by the reason why they can't be trained on."""
 
     @property
     def tapes(self) -> list[Tape]:
-        """All usable attempts. Those from groups that were set aside come last."""
+        """All usable attempts. Attempts from groups that were set aside come last."""
         return [tape for group in (*self.groups, *self.aside) for tape in group.usable]
 
     def line(self) -> dict[str, object]:
@@ -150,7 +150,7 @@ class Rollouts:
         """Set when a group has closed."""
 
     def name(self, number: int) -> str:
-        """Return the group's id on tape. By this id, `resume` finds the groups of this loop."""
+        """Return the group's id on tape. `resume` finds the groups of this loop by this id."""
         return f"{self.history.lineage}/{PHASE}/{number:06d}"
 
     # From an earlier process
@@ -205,7 +205,7 @@ class Rollouts:
             self.dropped += 1
 
     def _versions(self, group: Group) -> list[int]:
-        """Return the numbers of this lineage's versions that sampled tokens of the group."""
+        """Return the numbers of the versions that sampled tokens of the group. Other lineages don't count."""
         names = {
             version
             for tapes in group.tapes.values()
@@ -259,7 +259,7 @@ class Rollouts:
         self._close(group)
 
     async def _compare(self, group: Group) -> None:
-        """Add the relative rewards, which depend on the other attempts in the group, if the environment has any."""
+        """If the environment has relative rewards, add them. They depend on the other attempts in the group."""
         scored = await compared(self.rewards, group.usable, self.store.append_layer)
         for tapes in group.tapes.values():
             tapes[:] = [next((t for t in scored if t.id == tape.id), tape) for tape in tapes]
@@ -275,8 +275,8 @@ class Rollouts:
         return self.history.updates - group.begun <= self.config.max_lag
 
     def _fork(self, group: Group) -> bool:
-        """Add the continuations for `loop.forks` to the group, each as a separate attempt, and return whether there are
-        any. The draw depends only on the seed and the usable attempts, so a resumed loop repeats it."""
+        """Add the continuations for `loop.forks` to the group, each as a separate attempt, and return whether any were
+        added. The turns are drawn only by the seed and the usable attempts, so a resumed loop draws the same turns."""
         forks = self.config.forks
         if forks is None or group.prefixes:
             return False

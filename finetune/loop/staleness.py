@@ -1,12 +1,12 @@
 """Staleness (off-policy lag) limits how many groups are sampled ahead and which tokens may be trained on.
 
 capacity = min(max_concurrent - running, (max_lag + 1) * batch - outstanding), where outstanding = running + closed and
-unused + in the update. `Pacer` makes stale samples rare: if groups close in the order in which they start, each is
-trained on at most `max_lag` updates late. Only `drop_stale` guarantees this bound for each token, when the batch is
-made. `Pacer` counts whole groups, because the attempts of a group are compared with each other.
+unused + in the update. `Pacer` makes stale samples rare. If groups close in the order of their starts, each group is
+trained on at most `max_lag` updates late. But only `drop_stale` guarantees this bound, when it checks every token of a
+new batch. `Pacer` counts whole groups, because the attempts of a group are compared with each other.
 
-Groups from which nothing can be learned (flat groups, if the recipe drops these) are set aside, and others are sampled
-in their place, at most `extra` for one update. Beyond that, each further flat group makes the update's batch one group
+If the recipe drops flat groups, they are set aside, because nothing can be learned from them. Other groups are sampled
+in their place, at most `extra` for one update. After that, each further flat group makes the update's batch one group
 smaller, so that there is always a next update.
 """
 
@@ -24,14 +24,15 @@ from ..data.rows import Row
 
 @dataclass(slots=True)
 class Pacer:
-    """Counts groups by their state. The caller reports each change. `capacity` is how many may start."""
+    """Counts groups by their state. The caller reports each change. At most `capacity` groups may start."""
 
     batch: int
     """Groups per update."""
     max_concurrent: int
     """Groups that may run at once."""
     max_lag: int
-    """Maximum number of updates between the policy that samples and the one that trains. 0 is synchronous."""
+    """Maximum number of updates between the policy that samples a group and the policy that trains on it. With 0, the
+    loop is synchronous."""
     extra: int = 0
     """Maximum number of groups that may be sampled for one update in place of groups that were set aside."""
     running: int = 0
@@ -49,8 +50,8 @@ class Pacer:
 
     @property
     def overdrawn(self) -> int:
-        """Number of groups set aside beyond `extra`. They count as outstanding, because sampling would otherwise never
-        stop for a policy whose groups are all flat."""
+        """Number of groups set aside beyond `extra`. They count as outstanding. Otherwise, sampling would never stop
+        for a policy that produces only flat groups."""
         return max(0, self.aside - self.extra)
 
     @property
@@ -75,8 +76,8 @@ class Pacer:
         self.running += 1
 
     def close(self, *, usable: bool, aside: bool = False) -> None:
-        """Report that a group ended. A group that can't be used (dropped or set aside) is no longer outstanding,
-        because capacity could otherwise reach 0 without a batch that is ready, and the loop would wait forever."""
+        """Report that a group ended. An unusable group (dropped or set aside) stops being outstanding. Otherwise,
+        capacity could reach 0 before a batch is ready, and the loop would wait forever."""
         self.running -= 1
         self.aside += aside
         self.ready += usable and not aside
@@ -95,7 +96,7 @@ class Pacer:
 
 
 def stale_before(update: int, max_lag: int) -> int:
-    """Return the oldest version whose tokens the update that makes version `update + 1` may train on."""
+    """Return the oldest version that isn't stale for the update that makes version `update + 1`."""
     return update - max_lag
 
 
@@ -114,8 +115,8 @@ def drop_stale(rows: Sequence[Row], lineage: str, oldest: int) -> tuple[list[Row
     """Turn tokens into context if a version older than `lineage:oldest` sampled them. Return the new rows, and the
     ranges of these tokens.
 
-    A token without a version (authored text) is never stale. A token of another lineage always is, because it isn't
-    known how far that policy is from this one.
+    A token without a version (authored text) is never stale. A token of another lineage is always stale, because the
+    distance between the two policies is unknown.
     """
 
     def fresh(row: Row) -> NDArray[np.bool_]:

@@ -5,8 +5,8 @@ words mean. A policy that does the same in all tasks solves a third of them. So 
 can't come near 1 by drift alone.
 
 The demo only calls `run` and `train`, as a user's script would. `run` records the demonstrations, and `train` imitates
-them and then learns from rewards. `controls` adds two runs of `train` that begin with the weights after the imitation,
-and train on as many tokens without the rewards that are claimed to teach:
+them and then learns from rewards. `controls` adds two runs of `train`. They begin with the weights after the imitation
+and train on as many tokens, but without the rewards that are claimed to teach. The demo writes these files and folders:
 
     OUT                   the training run
     OUT/demo.yaml         the settings of the demo
@@ -178,8 +178,8 @@ class DemoConfig(SeedConfig, TrackedConfig):
         )
 
     def after_imitation(self, out: Path) -> TrainConfig:
-        """Return the settings of a training run that begins with the weights that the demo in `out` had after the
-        imitation."""
+        """Return the settings of a training run that continues after the imitation of the demo in `out`. It begins with
+        the demo's weights from that point."""
         made, warm = self.training(out), self.warm.updates
         model = out / "checkpoints" / f"update-{warm:06d}" / "hf" if warm else self.model(out)
         engine = made.engine.model_copy(update={"model": str(model)})
@@ -187,7 +187,7 @@ class DemoConfig(SeedConfig, TrackedConfig):
 
     @property
     def set_aside(self) -> float:
-        """Share of the tasks from which the held-out tasks are taken."""
+        """The share of all tasks that is set aside. The held-out tasks are taken from it."""
         return self.held_out / self.tasks * SPARE
 
 
@@ -235,7 +235,8 @@ class PicturesDemoConfig(DemoConfig):
 
 
 class ControlSummary(Value):
-    """The result of a control, which begins with the same weights and trains on as many tokens without the rewards."""
+    """The result of a control. It begins with the weights after the imitation and trains on as many tokens as the loop,
+    but without the rewards."""
 
     after: float | None
     """Held-out reward with sampled answers."""
@@ -285,7 +286,7 @@ def begun_demo(out: str | Path) -> DemoConfig | None:
 
 
 def prepare(config: DemoConfig, out: Path, *, resume: bool, progress: Progress = silent) -> RunSummary:
-    """Make the model in `out` and record the demonstrations. What is there already is kept."""
+    """Make the model in `out` and record the demonstrations. Anything that exists already is kept."""
     begun = (recorded_settings(out).get("loop") or {}).get("updates")
     if _controls(out) and begun != config.loop.updates:
         raise UsageError(
@@ -309,7 +310,7 @@ def prepare(config: DemoConfig, out: Path, *, resume: bool, progress: Progress =
 
 
 def trained_tokens(run: Path) -> int:
-    """Return the number of tokens that the run has trained on, in its loop or, if it has none, in its warm start."""
+    """Return how many tokens the run's loop has trained on. Before the loop, the warm start counts instead."""
     lines = [line for line in read_metrics(run / METRICS) if line.get("phase") in ("sft", "rl")]
     last = [line for line in lines if line["phase"] == lines[-1]["phase"]]
     return sum(cast(int, line["tokens"]) for line in last)
@@ -318,8 +319,8 @@ def trained_tokens(run: Path) -> int:
 def train_on(
     tokens: int, config: TrainConfig, out: Path, *, most: int, progress: Progress, **scene: Unpack[DemoScene]
 ) -> TrainSummary:
-    """Train in `out`. If this trained on fewer than about `tokens` tokens, make the run longer, to at most `most`
-    updates of its loop. Calling this again continues it."""
+    """Train in `out` on about `tokens` tokens. If the run ends with fewer tokens, it is made longer, up to `most`
+    updates of its loop. A second call continues the run."""
     begun = (recorded_settings(out).get("loop") or {}).get("updates")
     updates = config.loop.updates if begun is None else begun
     while True:

@@ -52,8 +52,8 @@ class Scene:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """What the configuration of a run names. It is loaded before the run directory is made. So if something can't be
-    loaded, no directory is left behind."""
+    """Everything that a run's configuration names, after loading. It is loaded before the run directory is made, so a
+    failure leaves no directory behind."""
 
     config: TrainConfig
     recipe: Recipe
@@ -116,8 +116,8 @@ class LoadedRun:
         return self.scene.train_tasks if self.scene is not None else ()
 
     def tapes_to_imitate(self) -> Sequence[str]:
-        """Return the ids of the tapes in the other run that the warm start imitates, or () if there is no warm start.
-        Raises UsageError if there are too few tapes."""
+        """Return the ids of the tapes that the warm start imitates. They are in another run. Without a warm start,
+        return (). Raises UsageError if there are too few tapes."""
         warm = self.config.warm
         if warm is None:
             return ()
@@ -142,8 +142,8 @@ class LoadedRun:
         return documents
 
     def draw(self, results: Results) -> Callable[[int], Task] | None:
-        """Return the function that draws the curriculum's tasks, by the pass rates at the start of the run. Return None
-        if there is no curriculum."""
+        """Return a function that draws tasks for the curriculum, or None without a curriculum. It uses the pass rates
+        at the start of the run."""
         config, tasks = self.config.curriculum, self.train_tasks
         if config is None:
             return None
@@ -186,8 +186,8 @@ def _split_tasks(
 
 
 def _rates_of(config: CurriculumConfig, tasks: Sequence[Task]) -> dict[str, tuple[int, int]]:
-    """Return (passed, tried), the numbers of attempts at each task in the run `config.tapes`, by task hash.
-    Raises UsageError if that run has no scored attempt at any of them."""
+    """Return the numbers of attempts (passed, tried) at each task, by task hash. The attempts are in the run
+    `config.tapes`. Raises UsageError if this run has no scored attempt at any of the tasks."""
     with Store.open(config.tapes) as store:
         found = pass_rates(store.tapes(closed=True), success=config.success)
     rates = {task.hash: (found[task.hash].passed, found[task.hash].tried) for task in tasks if task.hash in found}

@@ -46,7 +46,7 @@ def lengthening(loop: LoopConfig, warm: int, players: Mapping[str, PlayerConfig]
 
 def end_name(results: Results, updates: int) -> str:
     """Return the name of the evaluation at the end. It is `after`, or `after-UPDATES` if the run had reached an earlier
-    end, because the evaluations at two ends must not share a split."""
+    end. This is because evaluations at different ends must not share a split."""
     ended = any(one.done >= one.updates for one in results.lengths)
     return f"after-{updates:06d}" if ended else "after"
 

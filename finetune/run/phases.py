@@ -86,8 +86,8 @@ class Phases:
         self._base = {name: p.detach().clone() for name, p in held.items()} or None
 
     def trainer(self, phase: str, work: nn.Module | None = None, ranks: Ranks | None = None) -> Trainer:
-        """Return a new trainer for `phase` that starts from the model's current weights. If each rank has a separate
-        model with these weights (such as a sharded model), pass it as `work`, and it is trained instead."""
+        """Return a new trainer for `phase` that starts from the model's current weights. To train another model with
+        the same weights instead, such as this rank's sharded model, pass it as `work`."""
         recipe = self._recipes[phase]
         optimiser = self.warm.optimiser if phase == "sft" else self.loop.optimiser
         work = work if work is not None else cast(nn.Module, self.policy.model)
@@ -135,9 +135,9 @@ class Phases:
 
 
 def _check_compared(loop: LoopConfig, recipe: Recipe, how: ReferenceConfig, start: str) -> None:
-    """Raise UsageError if the recipe needs a reference or a teacher that no setting names, if a setting names a model
-    that the recipe doesn't use, or if the policy would only be compared with itself. `start` names the weights that the
-    loop begins with: `warm` or `base`."""
+    """Check the models that the recipe compares the policy with. Raises UsageError if no setting names a reference or a
+    teacher that it needs, if a setting names one that it doesn't use, or if the policy would only be compared with
+    itself. `start` names the weights that the loop begins with: `warm` or `base`."""
     reference = None if how.model == "none" else how.model
     # `base` is allowed without an error, because some configurations name it although their recipe needs no reference.
     unread = loop.reference is not None and (reference not in (None, "base") or how.every is not None)

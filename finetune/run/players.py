@@ -31,7 +31,7 @@ NO_WARM_START = WarmStartConfig(updates=0, batch=1)
 
 
 def lineage_of(lead: str, name: str) -> str:
-    """Return the lineage of the player `name` in a run whose own policy has the lineage `lead`."""
+    """Return the lineage of the player `name`. `lead` is the lineage of the run's own policy."""
     return f"{lead}-{name}"
 
 
@@ -89,7 +89,7 @@ class Team:
         line: Callable[[str, UpdateStats, Sequence[Use]], dict[str, object]],
     ) -> tuple[int, dict[int, dict[str, object]]]:
         """Restore each player's weights after its last recorded update. Return the number of updates that were applied
-        again, and update -> the players' metrics. `checkpoint_every` is passed to `History.restore`. `line` computes
+        again, and the players' metrics by update. `checkpoint_every` is passed to `History.restore`. `line` computes
         the metrics of one update of a player."""
         again, metrics = 0, dict[int, dict[str, object]]()
         for name, history in self.histories.items():
@@ -139,8 +139,8 @@ class Team:
         )
 
     async def playing(self, lead: TrainableEngine) -> tuple[TrainableEngine, list[Player]]:
-        """Return the team with which the loop samples (`lead` and the players), and the trained players. Closing the
-        team closes all engines except the frozen players', because evaluations use these too."""
+        """Return the team that the loop samples with (`lead` and the players), and the trained players. Closing the
+        team leaves the frozen players' engines open, because evaluations use them too."""
         own: dict[str, Engine] = {}
         players: list[Player] = []
         try:

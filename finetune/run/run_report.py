@@ -56,8 +56,8 @@ class Reporter:
         return self.run.path / REPORT
 
     def on_line(self, line: Mapping[str, object]) -> None:
-        """Write a report in a thread if one is due. This is called with each metrics line, and the loop doesn't
-        wait."""
+        """Write a report if one is due. This is called with each metrics line. It writes in a thread, so the loop
+        doesn't wait."""
         due = line.get("phase") == "evaluation" or cast(int, line.get("update", 0)) % self.checkpoint_every == 0
         busy = self._thread is not None and self._thread.is_alive()
         if not due or busy or time.perf_counter() - self._last < EVERY:

@@ -36,10 +36,12 @@ TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 FOLDER = "trackers"
 """The trackers' folder, below the run directory."""
 IDS = "ids.json"
-"""File in that folder with each tracker's id for the run. With these ids, a resumed run continues the same curves."""
+"""File in the folder `trackers` with each tracker's id for the run. With these ids, a resumed run continues the same
+curves."""
 ROLLOUT = frozenset({"reward", "component", "return", "episodes", "turns", "length", "ended", "truncated", "lag"})
 ROLLOUT |= {"stale_tokens", "stale_share", "filtered_tokens"}
-"""Keys of a metrics line that describe rollouts. A key also does if its part before the first slash is one of these."""
+"""Keys of a metrics line that describe rollouts. A key with a slash does too if the part before its first slash is
+listed here."""
 
 
 class TrackedConfig(Config):
@@ -59,8 +61,8 @@ class Point(NamedTuple):
     axis: Literal["rollout", "train", "eval"]
     step: int
     values: dict[str, float]
-    """Numbers by name with the axis, such as `train/loss`. The step is included, because some trackers need it as a
-    value."""
+    """Numbers by name. Names begin with the axis, as in `train/loss`. The step is one of the numbers, because some
+    trackers need it as a value."""
 
 
 class Tracker(Protocol):
@@ -112,8 +114,8 @@ class Trackers:
         earlier: Iterable[Mapping[str, object]] = (),
         make: Callable[[str, Path], Tracker] | None = None,
     ) -> None:
-        """`earlier` are the lines from earlier processes of the run. Their episodes are counted, but they aren't sent
-        again."""
+        """`earlier` are the lines from earlier processes of the run. Their episodes are counted, but the lines aren't
+        sent again."""
         self.failures: dict[str, int] = {}
         """Number of points that each tracker lost."""
         self._axes = Axes()

@@ -28,7 +28,7 @@ from .player_config import (
 from .trackers import TrackedConfig
 
 MeasuredBy = Literal["own", "loop"]
-"""The engine for evaluations: `own` is an engine in this process with a copy of the weights, `loop` is the loop's
+"""The engine for evaluations: `own` is an engine in this process with a copy of the weights, and `loop` is the loop's
 engine."""
 
 
@@ -46,7 +46,7 @@ class EvaluationConfig(ScoresConfig, TasksConfig):
     every: int | None = Field(default=20, ge=1)
     """Updates of the loop between two evaluations. None evaluates only before and after the loop."""
     sampling: Sampling | None = None
-    """Sampling settings for evaluations. None uses those of the loop."""
+    """Sampling settings for evaluations. None uses the loop's settings."""
     greedy: bool = False
     """Whether to evaluate at temperature 0 in addition."""
     engine: MeasuredBy | None = None
@@ -67,8 +67,8 @@ class ImitationConfig(WarmStartConfig):
 
 
 class CurriculumConfig(SuccessConfig):
-    """Draws tasks from four pools. A task is in the pool `easy`, `normal` or `hard` by the share of its attempts that
-    passed, or in the pool `new` if it has no attempts."""
+    """Draws tasks from four pools. Tasks without attempts are in the pool `new`. Other tasks are in the pool `easy`,
+    `normal` or `hard`, depending on the share of their attempts that passed."""
 
     tapes: str
     """A run directory. Its attempts at the tasks to train on are counted once, when training begins."""

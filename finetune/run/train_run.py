@@ -68,12 +68,13 @@ class TrainSummary(Value):
     reward: dict[str, float | None]
     """Mean reward in the `first` five and the `last` five updates of the loop."""
     agents: dict[str, dict[str, float | None]]
-    """The same means for each agent that has its own reward (`loop.by_agent`), by path."""
+    """Mean reward in the first and the last five updates for each agent with its own reward (`loop.by_agent`), by
+    path."""
     players: dict[str, PlayerSummary]
     held_out: dict[str, Any]
     """`before`, `after` and, if configured, `greedy_before` and `greedy_after` are mean rewards over `n` scored
     episodes. They are None if there was no evaluation. `after_change` is the difference, paired by task, with its
-    interval. `every` maps updates to mean rewards."""
+    interval. `every` has the mean rewards by update."""
     seconds: dict[str, float]
     tokens: dict[str, int]
     episodes: int
@@ -99,14 +100,14 @@ def train(
     resume: bool = False,
     progress: Progress = silent,
 ) -> TrainSummary:
-    """Train in `out`, or continue the run there with `resume`. Raises UsageError if there is a run and `resume` is
+    """Train in `out`, or continue the run there with `resume`. Raises UsageError if `out` has a run and `resume` is
     false.
 
     `agent`, `env` and `tasks` are objects to use if the configuration doesn't name them. `setup` is the result of
-    `config.checked()` and `resolve`, if the caller has it. Raises UsageError, before anything is written, if the
-    configuration names something that doesn't exist. In a group of processes (`accelerate launch`, `torchrun`), rank 0
-    leads the run, and the other ranks only compute their share of each update. Every rank returns the summary. `train`
-    also works inside a running event loop.
+    `config.checked()` and `resolve`, if the caller has it. Raises UsageError, and writes nothing, if the configuration
+    names something that doesn't exist. In a group of processes (`accelerate launch`, `torchrun`), rank 0 leads the run,
+    and the other ranks only compute their share of each update. Every rank returns the summary. `train` also works
+    inside a running event loop.
     """
     if setup is None:
         config, setup = config.checked(resume).resolve(agent=agent, env=env, tasks=tasks)
@@ -169,8 +170,8 @@ def _lead(loaded: LoadedRun, out: Path, resume: bool, progress: Progress) -> Tra
 
 
 def _new_results(loaded: LoadedRun) -> Results:
-    """Return the results of a new run. Raises UsageError for tapes that can't be imitated and tasks that can't be
-    drawn, before the run directory is made."""
+    """Return the results of a new run, before its directory is made. Raises UsageError if tapes can't be imitated or
+    tasks can't be drawn."""
     # A new lineage makes the version names of this run unique.
     results = Results(lineage=secrets.token_hex(4))
     loaded.tapes_to_imitate()

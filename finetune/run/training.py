@@ -135,8 +135,8 @@ class Training:
             raise
 
     async def settled(self) -> None:
-        """Wait until no evaluation needs the weights in the loop's engine. If they changed during an evaluation, its
-        score would mix two versions."""
+        """Wait for evaluations that use the loop's engine. If the weights in the engine changed during an evaluation,
+        its score would mix two versions."""
         if self._evaluation is not None and self.measured_by == "loop":
             await self._evaluation
 
@@ -271,10 +271,10 @@ class Training:
         self.run.save()
 
     def _evaluate_beside(self, done: int) -> None:
-        """Start the evaluation that is due after `done` updates of the loop, if there is one. It waits until the
-        previous evaluation has ended. Either a separate engine has a copy of the current weights while training
-        continues, or the loop's engine is used, which then gets no new weights until the evaluation has ended. An
-        evaluation that a crash interrupted isn't repeated, because its weights are gone."""
+        """Start the evaluation that is due after `done` updates of the loop, if any. It begins when the previous
+        evaluation has ended. With a separate engine, it uses a copy of the current weights while training continues.
+        With the loop's engine, the engine gets new weights only after the evaluation. If a crash interrupts an
+        evaluation, it isn't repeated, because its weights are gone."""
         every = self.config.evaluation.every
         if not self.scene.held_out or every is None or done % every or done >= self.loop.updates:
             return
@@ -345,7 +345,7 @@ class Training:
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """With `loop.by_agent`, where each agent has its own reward, the paths of all trained agents. Otherwise ()."""
+        """The paths of all trained agents if each agent has its own reward (`loop.by_agent`), otherwise ()."""
         others = (path for name in self.team.policies for path in self.team.players[name].agents)
         return (*(self.loop.agents or ()), *others) if self.loop.by_agent else ()
 

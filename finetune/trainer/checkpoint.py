@@ -1,8 +1,8 @@
 """Checkpoints are directories that are either complete or absent, even after a crash.
 
-A checkpoint holds the policy in Hugging Face format, the trainer's state (optimiser, counts, reward moments, KL
-coefficients, running average, critic, random numbers), `taught.jsonl` with the digests of every tape that was trained
-on, and `state.json`, which the loop needs to continue the run and an auditor needs to check it. Nothing is unpickled:
+A checkpoint holds the policy in Hugging Face format and the trainer's state (optimiser, counts, reward moments, KL
+coefficients, running average, critic, random numbers). `taught.jsonl` has the digests of every tape that was trained
+on. The loop needs `state.json` to continue the run, and an auditor needs it to check the run. Nothing is unpickled:
 tensors are read from safetensors or with `torch.load(weights_only=True)`.
 """
 
@@ -67,11 +67,11 @@ class Checkpoint:
         return weights
 
     def taught(self) -> dict[str, tuple[str, ...]]:
-        """Return, by tape id, the digest of each tape that was trained on, followed by the digests of the layers that
-        the tape was read with.
+        """Return the digests of each tape that was trained on, by tape id. The tape's own digest comes first, then the
+        digests of the layers that it was read with.
 
-        The result is empty if the checkpoint has no list. Raises BadCheckpoint if the file's digest isn't the
-        recorded one."""
+        The result is empty if the checkpoint has no list. Raises BadCheckpoint if `taught.jsonl` can't be read, or its
+        digest isn't the recorded one."""
         about = self.state.get("taught")
         if about is None:
             return {}
@@ -117,11 +117,11 @@ def save_checkpoint(
     taught: Mapping[str, Sequence[str]] | None = None,
     check: Callable[[], object] = lambda: None,
 ) -> Checkpoint:
-    """Write the checkpoint `directory/update-NNNNNN` durably. It replaces an existing one of that name.
+    """Write the checkpoint `directory/update-NNNNNN` durably, in place of any checkpoint of that name.
 
     All files are written and synced in a directory with a hidden name, which is then renamed. At worst, a crash leaves
-    a hidden directory (`.partial`, `.gone`), which readers ignore. `check` is called just before the rename, and may
-    raise to keep the old checkpoint. The rename fails if another process has called `remove_partial` meanwhile.
+    a hidden directory (`.partial`, `.gone`), which readers ignore. `check` is called just before the rename. If it
+    raises, the old checkpoint is kept. The rename fails if another process has called `remove_partial` meanwhile.
     """
     REAL.make_folder(directory)
     target = directory / f"update-{update:06d}"
@@ -174,7 +174,7 @@ def prune(directory: Path, *, keep: int | None = None, keep_bytes: int | None = 
     """Delete the oldest checkpoints until at most `keep` of them and `keep_bytes` bytes are left. None means no bound.
 
     The newest checkpoint, the base (update 0), the checkpoint of update `best` and pinned checkpoints are never
-    deleted, so those that are left may exceed the bounds.
+    deleted, so the checkpoints that are left may exceed the bounds.
     """
     found = checkpoints(directory, damaged=False)
     sizes = {one.path: one.bytes for one in found} if keep_bytes is not None else {}
@@ -190,7 +190,7 @@ def prune(directory: Path, *, keep: int | None = None, keep_bytes: int | None = 
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a directory that will be deleted, so that a crash can't leave half a checkpoint under that name."""
+    """Rename a directory before it is deleted, so that a crash can't leave half a checkpoint under its old name."""
     gone = path.with_name(f".{path.name}{_GONE}")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(path, gone)
@@ -206,8 +206,8 @@ def remove_partial(directory: Path) -> None:
 def checkpoints(directory: Path, *, damaged: bool = True) -> list[Checkpoint]:
     """Return the complete checkpoints under `directory`, oldest first.
 
-    Raises BadCheckpoint if a state.json can't be read. If `damaged` is False, that checkpoint is left out instead,
-    with a warning in the log.
+    If a state.json can't be read, raises BadCheckpoint. With `damaged=False`, the checkpoint is left out instead, and a
+    warning is logged.
     """
     found: list[Checkpoint] = []
     for path in directory.glob("update-*") if directory.is_dir() else ():
@@ -221,7 +221,7 @@ def checkpoints(directory: Path, *, damaged: bool = True) -> list[Checkpoint]:
 
 
 def checkpoint_folders(run: Path) -> list[Path]:
-    """Return the run's checkpoint folders: its own policy's first, then one for each other policy, by name."""
+    """Return the checkpoint folders of the run's policies. Its own policy comes first, then the others by name."""
     own = run / "checkpoints"
     return [own, *sorted({path.parent.parent for path in own.glob(f"*/update-*/{STATE}")})]
 

@@ -1,9 +1,12 @@
 """The critic, which gives each own token a value. Its loss, optimiser and schedule are separate from the policy's.
 
-The value of a token is the value of the state before it, computed from the hidden state that predicts the token. The
-state after an answer has a value too. Its target is that of the policy's next token, and an episode that was cut off
-continues with this value. `Critic.of` gives a critic its own body, a copy of the policy's. `Critic.on` gives it only a
-head that reads the policy's states without gradient, which is cheaper, and these states improve with the policy.
+The value of a token is the value of the state before the token. It is computed from the hidden state that predicts the
+token. The state after an answer also has a value, with the same target as the policy's next token. If an episode was
+cut off, its returns continue with this value.
+
+`Critic.of` makes a critic with its own body, which is a copy of the policy's body. `Critic.on` makes a critic with only
+a head, which reads the policy's hidden states without gradient. This is cheaper, and the states improve with the
+policy.
 """
 
 from __future__ import annotations
@@ -35,13 +38,12 @@ class Value(Term):
 
         l = 1/2 max((V - R)^2, (v + clip(V - v, -c, c) - R)^2)        with clip c; without, 1/2 (V - R)^2
 
-    The critic has its own optimiser, and its loss has its own denominator: the loss is a mean over the tokens that
-    entered, whatever weights the recipe uses.
+    The critic has its own optimiser and its own denominator. Its loss is the mean over the tokens that entered the
+    update, whatever weights the recipe uses.
     """
 
     clip: float | None = Field(default=0.2, gt=0)
-    """Distance that a value may move from its old value before the loss has no more gradient for it. If None, there is
-    no bound."""
+    """How far a value may move from its old value before its loss stops having a gradient. None sets no bound."""
 
     def __call__(self, value: Tensor, old: Tensor, target: Tensor, context: Context) -> Tensor:
         """Return the losses (n,)."""
@@ -54,7 +56,7 @@ class Value(Term):
 
 
 class Critic(nn.Module):
-    """Maps hidden states to values: V = mean + std * head(h). Unless `normalised`, mean stays 0 and std stays 1."""
+    """Computes values from hidden states h: V = mean + std * head(h). Without `normalised`, mean is 0 and std is 1."""
 
     mean: Tensor
     std: Tensor
@@ -89,7 +91,7 @@ class Critic(nn.Module):
 
     @classmethod
     def of(cls, model: nn.Module, *, normalised: bool = False, vision: Vision | None = None) -> Critic:
-        """Return a critic with a copy of the model's body, and of its vision tower if it has one."""
+        """Return a critic with a copy of the model's body. If the model has a vision tower, that is copied too."""
         body, output = parts(model)
         if vision is None:
             return cls(copy.deepcopy(body), output.in_features, owns_body=True, normalised=normalised)
@@ -106,7 +108,7 @@ class Critic(nn.Module):
 
     @property
     def home(self) -> nn.Module:
-        """The model whose weights a forward pass reads: the critic itself, or the policy."""
+        """The model that provides the weights for a forward pass: the critic itself, or the policy."""
         return self if self.owns_body else self.seer
 
     def get_decoder(self) -> nn.Module:
@@ -139,7 +141,7 @@ class Critic(nn.Module):
         return float(self.mean) == 0 and float(self.std) == 1
 
     def begin(self, mean: float, std: float) -> None:
-        """Set the first mean and deviation of the targets. A new head outputs 0, so every value is then the mean."""
+        """Set the first mean and deviation of the targets. A new head outputs 0, so all values start at the mean."""
         self.mean.fill_(mean)
         self.std.fill_(std)
 
@@ -183,9 +185,9 @@ class CriticTrainer:
         ranks: Ranks | None = None,
     ) -> None:
         """`passes` is the number of optimiser steps on each update's targets. With one step, the critic learns too
-        slowly for a short run. `balance` is the coefficient of the load-balancing loss (`router`) of a critic with its
-        own body. The head keeps the dtype of its weights under `options.autocast`. `ranks` are the processes that step
-        together, as in the policy's trainer."""
+        slowly for a short run. `balance` is the coefficient of the load-balancing loss (`router`). It is only used if
+        the critic has its own body. The head keeps the dtype of its weights under `options.autocast`. `ranks` are the
+        processes that step together, as in the policy's trainer."""
         self.critic = critic
         self.ranks = ranks or Ranks()
         if critic.owns_body:
@@ -221,7 +223,8 @@ class CriticTrainer:
         return out
 
     def valued(self, rows: Sequence[Row], stream: Stream, *, ends: bool) -> Stream:
-        """Return `stream` with the values of `rows` in the column `value` and, if `ends` is True, in `after`."""
+        """Return `stream` with the values of `rows` in the column `value`. If `ends` is True, the values of the states
+        after answers are in the column `after`."""
         if not ends:
             return stream.having(value=self.values(rows))
         longer, order = _with_ends(rows, stream.ends)
@@ -234,8 +237,8 @@ class CriticTrainer:
         return plan(rows, live=live, micro_tokens=self.options.micro_tokens, vision=self.critic.vision)
 
     def _value(self, micro: Micro, load: Load | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the values (n,), and the micro-batch's part of the load-balancing loss, or None without such a
-        loss."""
+        """Return the values (n,) and the micro-batch's part of the load-balancing loss, which is None without
+        `load`."""
 
         def forward() -> tuple[Tensor, Tensor | None]:
             if load is None:
@@ -247,9 +250,9 @@ class CriticTrainer:
             return self.ranks.run(self.critic.home, forward)
 
     def update(self, rows: Sequence[Row], stream: Stream, target: Tensor, entered: Tensor) -> Sums:
-        """Train towards `target` (T,) on the tokens `entered` (T,) bool of `stream`, which `valued` made from `rows`.
+        """Train towards `target` (T,) on the tokens that `entered` (T,) bool marks. `valued` made `stream` from `rows`.
 
-        Return the metrics of the first pass. If any pass is skipped, they count that too.
+        Return the metrics of the first pass. They count a skip in any of the passes.
         """
         assert stream.value is not None, "a stream that `valued` made"
         sums, old = Sums(), stream.value
@@ -338,10 +341,10 @@ class CriticTrainer:
 
 
 def _with_ends(rows: Sequence[Row], ends: Tensor) -> tuple[list[Row], Tensor]:
-    """Add one own position to the rows after each token of `ends` (T,) bool, to read the state after that token.
+    """Add an own position after each token that `ends` (T,) bool marks, so that the state after the token is read.
 
-    Return the longer rows, and for each of their own positions, its index in a column that has all T own tokens first
-    and all added positions after them."""
+    Return the longer rows, and the index of each of their own positions in a column. The column has all T own tokens
+    first, and then all added positions."""
     longer = list[Row]()
     for row, mine in zip(rows, ends.split([len(row.own) for row in rows]), strict=True):
         index = np.repeat(np.arange(len(row.own)), 1 + mine.numpy())

@@ -5,9 +5,9 @@ runs it on its share of the episodes, and the trainer joins the results. The oth
 which returns when rank 0 finishes and raises when rank 0 is lost. Only rank 0 touches the run directory.
 
 A share consists of whole groups and whole families of forks. Advantages are computed within a group, so if a group were
-split, its attempts would be compared with only a part of it. Shares have similar numbers of tokens, and may be empty.
-If weights are sharded over the ranks, rank 0 also keeps a whole copy, from which it samples, publishes and writes
-checkpoints.
+split, each attempt would be compared with only some of the others. Shares have similar numbers of tokens, and may be
+empty. If weights are sharded over the ranks, rank 0 also keeps a whole copy. It samples with this copy, publishes it
+and writes it to checkpoints.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Processes:
     """This process as a member of the group that computes updates together."""
 
     def __init__(self, ranks: Ranks, model: nn.Module, make_trainer: MakeTrainer) -> None:
-        """Other ranks may pass any weights, because rank 0's are copied to them whenever a trainer is made."""
+        """Only rank 0's `model` needs the right weights. They are copied to the other ranks for each new trainer."""
         self.ranks = ranks
         self.model = model
         self.make_trainer = make_trainer
@@ -77,9 +77,9 @@ class Processes:
         self.held: Prepared
         """This rank's share of the most recently prepared batch."""
         self.mine = torch.zeros(0, dtype=torch.int64)
-        """Indices of this rank's episodes in that batch."""
+        """Indices of this rank's episodes in the most recently prepared batch."""
         self.places = torch.zeros(0, dtype=torch.int64)
-        """Positions of this rank's tokens in the stream of that batch."""
+        """Positions of this rank's tokens in the stream of the most recently prepared batch."""
         self._busy = False
 
     # On rank 0
@@ -105,8 +105,9 @@ class Processes:
     def leading(self) -> Iterator[None]:
         """Return a context in which an error on rank 0 stops the other ranks too. Only for rank 0.
 
-        If the error occurs while a command runs, nothing is broadcast, because the others wait in a collective
-        operation of that command and would read the message as its data. They raise RankLost when this process ends.
+        If the error occurs while a command runs, nothing is broadcast. At that point, the other ranks wait in a
+        collective operation of the command and would read the message as its data. They raise RankLost when this
+        process ends.
         """
         try:
             yield
@@ -156,8 +157,8 @@ class Processes:
         demonstrations: Sequence[Row],
         version: str | None,
     ) -> list[tuple[Tensor, dict[str, Tensor | None]]]:
-        """Compute the advantages of this rank's share. Return every rank's columns, each with its tokens' positions in
-        the whole stream."""
+        """Compute the advantages of this rank's share. For every rank, return the positions of its tokens in the whole
+        stream, and its columns."""
         own = share(rows, episodes, self.ranks.size)[self.ranks.rank]
         names = {episodes[i].tape for i in own}
         self.mine = torch.tensor(own, dtype=torch.int64)
@@ -201,7 +202,7 @@ class Processes:
 
 @dataclass(frozen=True, kw_only=True)
 class _WholeBatch(Prepared):
-    """A batch whose shares are held by the ranks."""
+    """A batch that the ranks hold in shares."""
 
     number: int
     """Number of this batch among the batches of one trainer. The ranks hold only the latest batch."""
@@ -250,8 +251,8 @@ class DistributedTrainer(PolicyTrainer):
         )
 
     def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
-        """Return all demonstrations with the weights that the ranks use. The ranks divide by the tokens of all ranks
-        too, so the weights are the same and no rank has to be asked."""
+        """Return all demonstrations with the weights that the ranks use. They are computed here without asking the
+        ranks, because each rank also divides by the number of tokens on all ranks."""
         return (rows, imitation_part(rows)) if rows else None
 
     def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
@@ -296,8 +297,8 @@ class DistributedTrainer(PolicyTrainer):
 
 
 def with_files(rows: Sequence[Row]) -> Sequence[Row]:
-    """Return the rows together with the bytes of their pictures, each picture once, for processes that don't read the
-    run directory."""
+    """Return the rows with the bytes of their pictures, for processes that don't read the run directory. Each picture
+    is included once."""
     ways = {name: row.file for row in rows for place in row.places for name in place.media}
     files = {name: file(name) for name, file in ways.items() if file is not None}
     return [replace(row, file=files.__getitem__) if row.file is not None else row for row in rows]
@@ -307,8 +308,8 @@ def share(rows: Sequence[Row], episodes: Sequence[Episode], parts: int) -> list[
     """Split the episodes into `parts` parts, and return the indices of each part's episodes in order.
 
     The episodes of a group and the forks of one turn stay together, as a family. Families are assigned from the largest
-    to the smallest, each to the part with the fewest tokens so far. Every rank computes this by itself, so ties are
-    broken by number: if ranks disagreed, a group could be trained on twice.
+    to the smallest, each to the part with the fewest tokens so far. Every rank computes this by itself. If the ranks
+    disagreed, a group could be trained on twice, so ties are broken by number.
     """
     family = _families(episodes)
     index = {episode.tape: k for k, episode in enumerate(episodes)}
@@ -323,8 +324,8 @@ def share(rows: Sequence[Row], episodes: Sequence[Episode], parts: int) -> list[
 
 
 def _families(episodes: Sequence[Episode]) -> list[int]:
-    """Return the number of each episode's family. A family has all episodes that are connected by shared groups or
-    forks, directly or through other episodes."""
+    """Return a family number for each episode. Episodes are in the same family if they share a group or a fork, or if a
+    chain of other episodes connects them in this way."""
     above = list(range(len(episodes)))  # union-find: each episode points towards the head of its family
 
     def head(k: int) -> int:
@@ -356,7 +357,7 @@ def _places(rows: Sequence[Row], tapes: set[str]) -> Tensor:
 
 
 def _joined(n: int, dtype: torch.dtype, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the column (n,) joined from all ranks, each part at its positions. The shares are disjoint."""
+    """Join the parts of all ranks into one column (n,), each part at its positions. Parts don't overlap."""
     out = torch.zeros(n, dtype=dtype)
     for places, column in parts:
         out[places] = column

@@ -1,4 +1,4 @@
-"""The output layer of a language model, which maps hidden states to log-probs in chunks and has its own backward pass.
+"""The output layer of a language model, which computes log-probs in chunks and has its own backward pass.
 
 Only one chunk of the (tokens x vocabulary) logits is in memory at a time. The backward pass computes each chunk again,
 because storing the logits of a batch would need more memory than the model. z = h W^T / T, lp = z[token] - logsumexp z,
@@ -108,8 +108,8 @@ def log_probs(
     entropy: bool = False,
     barred: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probs (n,) of the tokens and, on request, the entropies of their distributions, in float32 or
-    wider.
+    """Return the log-probs (n,) of the tokens and, if `entropy` is True, the entropies (n,) of their distributions.
+    Both are in float32 or wider.
 
     The inputs are `hidden` (n, D), the output layer's `weight` (V, D) and `bias` (V,), the ids `token` (n,), and
     `temperature` (n,), which must be positive. For `barred`, see `Micro`.

@@ -26,7 +26,7 @@ __all__ = ["MICRO_TOKENS", "Micro", "Scores", "UnsupportedModel", "forward", "pl
 
 
 class UnsupportedModel(TapereelError, ValueError):
-    """Raised for a model whose log-probs `score` can't compute exactly. The message names the part that prevents it."""
+    """Raised if `score` can't compute a model's log-probs exactly. The message names the part that prevents it."""
 
 
 _Inputs = dict[str, Tensor | list[Tensor]]
@@ -40,7 +40,7 @@ class Scores(NamedTuple):
     logprob: Tensor
     """(T,) log softmax(logits / temperature) of the token, float32 or wider."""
     entropy: Tensor | None
-    """(T,) entropy of that distribution in nats, or None if it wasn't requested."""
+    """(T,) entropy of softmax(logits / temperature) in nats, or None if it wasn't requested."""
 
 
 def forward(model: nn.Module, micro: Micro, how: Score = RECORDED, *, entropy: bool = False) -> Scores:
@@ -146,8 +146,8 @@ def score(
 
 
 def parts(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
-    """Return the body, which computes hidden states, and the output layer. Raises UnsupportedModel if logits aren't
-    just a linear layer's output, because the log-probs here would then differ from those of the engine that sampled."""
+    """Return the body, which computes hidden states, and the output layer. Raises UnsupportedModel if the logits aren't
+    just the output of a linear layer. The log-probs here would then differ from the sampling engine's."""
     base: Any = whole_model(model)
     output = base.get_output_embeddings()
     if not isinstance(output, nn.Linear):
@@ -167,7 +167,7 @@ def parts(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
 
 def shares_prefixes(model: nn.Module) -> bool:
     """Return True if the keys and values of a prefix can be used for several rows. This requires full attention. It
-    also excludes gradient checkpointing, which would compute the cache twice."""
+    doesn't work with gradient checkpointing, which would compute the cache twice."""
     base: Any = whole_model(model)
     config = base.config.get_text_config()  # for a vision model, that of its language part
     kinds = getattr(config, "layer_types", None) or ["full_attention"]
@@ -176,8 +176,8 @@ def shares_prefixes(model: nn.Module) -> bool:
 
 
 def packs(model: nn.Module) -> bool:
-    """Return True if rows are packed instead of padded, because the model runs a variable-length attention kernel on a
-    GPU."""
+    """Return True if the model runs a variable-length attention kernel on a GPU. Its rows are then packed instead of
+    padded."""
     base: Any = whole_model(model)
     kind = str(getattr(base.config, "_attn_implementation", None))
     return "flash" in kind and next(base.parameters()).device.type == "cuda"

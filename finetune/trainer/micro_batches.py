@@ -1,4 +1,4 @@
-"""Micro-batches: which rows are forwarded together, and where in them the wanted tokens are predicted.
+"""Micro-batches: the rows that are forwarded together, and the positions that predict the wanted tokens.
 
 Rows of similar length form a batch, padded on the right and cut after their last wanted token. A causal model attends
 only to the left, so right padding needs no mask. Neither the padding nor the other rows of the batch change a log-prob.
@@ -30,9 +30,9 @@ measurements with small models on one CPU thread."""
 SHARE_TOKENS = 64
 """Length of the shortest prefix that is worth its own forward pass."""
 SHARE_SAVED = 0.25
-"""A prefix is forwarded once if this saves at least this share of its group's tokens. Measured with groups of 8 rows
-that have 64 tokens each after the prefix: an update takes 1.04 times as long as without sharing if 16 % are saved, 0.65
-times for 43 %, 0.35 times for 70 % and 0.20 times for 82 %."""
+"""Smallest saving, as a share of a group's tokens, for which the group's shared prefix is forwarded once. Measured with
+groups of 8 rows with 64 tokens each after the prefix: an update takes 1.04 times as long as without sharing if 16 % are
+saved, 0.65 times for 43 %, 0.35 times for 70 % and 0.20 times for 82 %."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +77,8 @@ class Micro:
     pictures: Pictures | None = None
     """If None, no row shows a picture, and the body gets only token ids, as in a text model."""
     barred: Tensor | None = None
-    """(2, m) int64: wanted token `barred[0, k]` couldn't be the id `barred[1, k]`. If None, any id was possible."""
+    """(2, m) int64: id `barred[1, k]` was excluded when wanted token `barred[0, k]` was sampled. None excludes no
+    id."""
 
     @classmethod
     def idle(cls) -> Micro:
@@ -99,10 +100,10 @@ def plan(
 ) -> list[Micro]:
     """Return micro-batches that together hold every own token once, or only the tokens where `live` (T,) is True.
 
-    Rows without one are left out. A row whose tokens and picture patches exceed `micro_tokens` is a
-    micro-batch by itself. With `share`, the prefix that a group's rows share is forwarded once if that saves enough.
-    With `pack`, rows without a shared prefix are packed instead of padded. `vision` is how the model sees pictures.
-    Raises BadBatch if `vision` is None and a row shows a picture.
+    Rows without a wanted token are left out. A row is a micro-batch by itself if its tokens and picture patches exceed
+    `micro_tokens`. With `share`, the prefix that a group's rows share is forwarded once if that saves enough. With
+    `pack`, rows without a shared prefix are packed instead of padded. `vision` is how the model sees pictures. Raises
+    BadBatch if `vision` is None and a row shows a picture.
     """
     start = np.concatenate([[0], np.cumsum([len(row.own) for row in rows])]).astype(np.int64)
     wanted = (
@@ -132,7 +133,7 @@ def plan(
 def _families(
     rows: Sequence[Row], wanted: Sequence[NDArray], length: NDArray, order: Sequence[int]
 ) -> list[tuple[list[int], int]]:
-    """Return (rows, length of their shared prefix) for each group that shares enough, then the other rows with 0."""
+    """Return (rows, length of their shared prefix) for each group that shares enough, then (other rows, 0)."""
     groups: dict[str, list[int]] = {}
     for i in order:
         groups.setdefault(rows[i].group, []).append(i)
@@ -151,8 +152,8 @@ def _families(
 def _common(rows: Sequence[Row], most: int) -> int:
     """Return the length of the common beginning of all rows, but at most `most` tokens.
 
-    The caller's `most` ends before the position that predicts the first wanted token, because hidden states are read
-    only after the prefix.
+    Callers choose `most` so that the prefix ends before the position that predicts the first wanted token. This is
+    because hidden states are read only after the prefix.
     """
     first = keys(rows[0].input_ids, rows[0].places)
     for row in rows[1:]:
@@ -171,7 +172,7 @@ class _Batches:
     vision: Vision | None
 
     def of(self, order: Sequence[int], prefix: int, micro_tokens: int, pack: bool) -> list[Micro]:
-        """Return micro-batches of the rows in this order. Each ends before one more row would exceed the budget."""
+        """Return micro-batches of the rows in this order. Each ends where the next row would exceed the budget."""
         groups: list[list[int]] = []
         group: list[int] = []
         longest, total, patches = 0, 0, dict[int, int]()

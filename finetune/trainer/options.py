@@ -12,7 +12,7 @@ from .schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Options of every trainer, which concern AdamW, the learning-rate schedule and the use of memory."""
+    """The options that all trainers have: AdamW, the learning-rate schedule and the use of memory."""
 
     lr: float = 1e-5
     betas: tuple[float, float] = (0.9, 0.95)
@@ -41,5 +41,5 @@ class TrainerOptions(StepOptions):
     ema: float | None = None
     """Decay of the running average of the weights in `Trainer.averaged`. None keeps no average."""
     pack: bool | None = None
-    """Whether to pack rows end to end instead of padding them. If None, they are packed on a GPU whose attention kernel
-    supports variable lengths."""
+    """Whether to pack rows end to end instead of padding them. If None, rows are packed on a GPU with a variable-length
+    attention kernel, and padded otherwise."""

@@ -3,8 +3,8 @@
 Each rank holds whole groups and whole episodes, and may hold none. Denominators are added up over the ranks before the
 first micro-batch. Gradients are then summed, not averaged, because each loss was already divided by the total over all
 ranks. So the sum equals the gradient that a single process would compute over all the data, however unevenly tokens,
-rows or micro-batches are split. No rank steps unless all ranks can, because a rank that stepped alone would have
-different weights from then on.
+rows or micro-batches are split. Either all ranks step or none does, because a rank that stepped alone would have
+different weights after that.
 
 `Ranks` is a single process. `DataParallelRanks` are processes that each have a copy of the model. `ShardedRanks` are
 processes that each have a part of every weight (FSDP2). `distributed.py` explains which rank rolls out and how the
@@ -57,8 +57,8 @@ class Ranks:
     def halt(self, flag: bool) -> bool:
         """Return True if this rank must not run its next backward pass, because `flag` is True here or on another rank.
 
-        Other ranks count only if backward passes are collective. A rank that halted alone would then leave the others
-        waiting in their backward pass until the time limit.
+        The flags of other ranks count only if backward passes are collective. In that case, a rank that halted alone
+        would leave the others waiting in their backward pass until the time limit.
         """
         return flag
 
@@ -68,7 +68,7 @@ class Ranks:
         return micros
 
     def shard(self, model: nn.Module) -> None:
-        """If the ranks shard weights, leave this rank only its part of every weight. A second call changes nothing.
+        """If the ranks shard weights, replace each weight with this rank's part of it. A second call changes nothing.
 
         Call this before an optimiser is made. Sharding replaces the parameters, and an optimiser for the old parameters
         would step on tensors that no forward pass reads.
@@ -82,8 +82,8 @@ class Ranks:
         """Replace every gradient with its sum over all ranks. A missing gradient counts as 0."""
 
     def clip(self, parameters: Iterable[nn.Parameter], bound: float | None) -> float:
-        """Return the norm of the gradient of all weights, and scale the gradient down to the norm `bound` if its norm
-        is larger."""
+        """Return the norm of the gradient of all weights. If the norm is larger than `bound`, scale the gradient down
+        to `bound`."""
         return _whole(nn.utils.clip_grad_norm_(parameters, bound or float("inf"))).item()
 
     def gather(self, sums: Sums) -> Sums:
@@ -102,7 +102,8 @@ class Ranks:
         """Copy rank 0's weights and buffers into `model` on every rank."""
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Return a context that raises RankLost, which names what this process waited for, if a connection is lost."""
+        """Return a context that raises RankLost if a connection is lost. The error says that this process waited for
+        `what`."""
         return nullcontext()
 
     def whole(self, tree: T) -> T:
@@ -115,7 +116,7 @@ class Ranks:
         return tree
 
     def load(self, optimizer: torch.optim.Optimizer, state: Mapping[str, object]) -> None:
-        """Load into the optimiser a state that `whole` gathered."""
+        """Load an optimiser state that `whole` gathered."""
         owners = [p for group in optimizer.param_groups for p in group["params"]]
         parts = {
             k: {name: self.part(value, owners[k]) if name != "step" else value for name, value in entry.items()}
@@ -261,8 +262,8 @@ class ShardedRanks(DataParallelRanks):
 
 
 class _Root(nn.Module):
-    """A module whose `forward` runs any function that uses the model, because FSDP gathers weights only around a
-    forward pass."""
+    """A module that runs any function in its `forward`. FSDP gathers weights only around a forward pass, so functions
+    that use the model run here."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -287,8 +288,8 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _mapped(tree: Any, change: Callable[..., Any], *like: Any) -> Any:
-    """Return `tree` with `change(tensor, *like)` in place of each tensor, where `like` is the value at the same place
-    in the tree `like`."""
+    """Return `tree` with each tensor replaced by `change(tensor, *others)`. The others are the values at the same place
+    in the trees `like`."""
     if isinstance(tree, dict):
         return {k: _mapped(v, change, *(x[k] for x in like)) for k, v in tree.items()}
     if isinstance(tree, list | tuple):

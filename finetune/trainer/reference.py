@@ -30,7 +30,7 @@ class OtherModel:
     """A second model that uses the same token ids as the policy."""
 
     vision: Vision | None = None
-    """How `model` sees pictures, if it isn't the policy itself. If None, `model` reads only text."""
+    """How `model` sees pictures. If None, `model` reads only text, or it is the policy itself."""
 
     def __init__(self, model: nn.Module, name: str = "another model", vision: Vision | None = None) -> None:
         self.model, self.name, self.vision = model.eval(), name, vision
@@ -63,7 +63,7 @@ class ServedTeacher(OtherModel):
     """A teacher behind an engine. The run records the teacher's log-probs, so that no update asks for them twice."""
 
     def __init__(self, name: str, ask: Callable[[Sequence[Row]], NDArray[np.float32]]) -> None:
-        """`ask` maps rows to the log-probs of their own tokens at temperature 1. The call may block."""
+        """`ask` takes rows and returns the log-probs of their own tokens at temperature 1. It may block."""
         self.model, self.name, self.ask = nn.Module(), name, ask
         self.digest = ""
         """Digest of the log-probs that `said` returned last."""
@@ -74,9 +74,9 @@ class ServedTeacher(OtherModel):
     def said(
         self, rows: Sequence[Row], folder: Path, *, ask: bool, check: Callable[[], object] = lambda: None
     ) -> tuple[list[Row], Path]:
-        """Return the rows with the teacher's log-probs, and the file in `folder` that holds these log-probs. Its name
-        is a digest of the rows' tokens. If it is missing, the teacher is asked and the file is written, or OSError is
-        raised if `ask` is False. `check` is passed to `put_file`."""
+        """Return the rows with the teacher's log-probs, and the file in `folder` that holds these log-probs. The file's
+        name is a digest of the rows' tokens. If the file is missing, the teacher is asked and the file is written. With
+        `ask=False`, OSError is raised instead. `check` is passed to `put_file`."""
         tokens = hashlib.sha256()
         for row in rows:
             # The same ids with a different picture are a different question.

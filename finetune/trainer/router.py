@@ -5,8 +5,9 @@ its own body.
 
     aux = E sum_e f_e P_e,  f_e = assignments to expert e / rows,  P_e = mean router probability of expert e
 
-Rows are (token, layer) pairs without padding. f carries no gradient, and P is a mean. So if f and the number of rows
-are first counted over the whole batch, the losses of micro-batches and ranks add up exactly to that of the whole batch.
+Rows are (token, layer) pairs without padding. f carries no gradient, and P is a mean. f and the number of rows are
+first counted over the whole batch. After that, the losses of micro-batches and ranks add up exactly to the loss of the
+whole batch.
 
 Source: Fedus et al. 2021, "Switch Transformers" (arXiv 2101.03961), as in transformers.
 """
@@ -33,7 +34,8 @@ class Load:
     """Number of (token, layer) pairs in the whole batch."""
 
     def loss(self, probabilities: Tensor) -> Tensor:
-        """Return the contribution to the loss of the rows whose router probabilities add up to `probabilities` (E,)."""
+        """Return what some rows contribute to the loss. `probabilities` (E,) is the sum of their router
+        probabilities."""
         return len(self.share) * (self.share.to(probabilities.dtype) * probabilities).sum() / self.rows
 
 

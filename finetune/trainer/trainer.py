@@ -1,11 +1,11 @@
-"""The trainer, whose update function is the same for all recipes. Tapes and training loops are elsewhere.
+"""The trainer, which has one update function for all recipes. Other packages handle tapes and training loops.
 
-The gradient is accumulated exactly: the token weights are fixed for the whole optimiser batch before the first
-micro-batch, so any split into micro-batches, rows or ranks gives the same sum. If a log-prob, the loss or the gradient
-norm isn't finite, the update changes neither the model nor the optimiser, and is counted and reported. On one CPU
-thread, the same batches in the same order give bit-equal weights.
+The gradient is accumulated exactly. Token weights are fixed for the whole optimiser batch before its first micro-batch,
+so any split into micro-batches, rows or ranks gives the same sum. If a log-prob, the loss or the gradient norm isn't
+finite, the update is skipped. A skip is counted and reported, and changes neither the model nor the optimiser. On one
+CPU thread, the same batches in the same order give bit-equal weights.
 
-1. Tokens whose loss and gradient are exactly 0 (a flat group without a KL loss) are never forwarded.
+1. Tokens with a loss and a gradient of exactly 0 (in a flat group without a KL loss) are never forwarded.
 2. An update in which no token has a gradient isn't applied, because momentum alone would move the weights.
 3. Weight decay isn't applied to vectors (norms, biases).
 """
@@ -207,8 +207,8 @@ class Trainer(PolicyTrainer):
         return self._account(prepared, part, done, norm, lr)
 
     def gradient(self, prepared: Prepared) -> tuple[UpdateStats, dict[str, Tensor]]:
-        """Return the statistics of a step and the unclipped gradient of the loss for each weight, without taking the
-        step. Weights, optimiser and critic don't change."""
+        """Compute a step without taking it: weights, optimiser and critic don't change. Return the step's statistics
+        and, by name, the loss's unclipped gradient for each weight."""
         part, done, norm = self._gradient(prepared, None, None)
         grads = {name: p.grad.detach().clone() for name, p in self.parameters.items() if p.grad is not None}
         lr = self.options.lr_at(self.steps)
@@ -224,7 +224,7 @@ class Trainer(PolicyTrainer):
     def _gradient(
         self, prepared: Prepared, episodes: Tensor | None, clip: float | None
     ) -> tuple[objective.Part, Accumulated, float]:
-        """Compute the weights' gradient. Return the part trained on, its loss and metrics, and the gradient norm."""
+        """Compute the weights' gradient. Return the trained part, its loss and metrics, and the gradient norm."""
         part = prepared.batch.part(episodes, self.ranks.add_up)
         self.optimizer.zero_grad(set_to_none=True)
         done = self._accumulate(prepared.rows, part)
@@ -256,8 +256,8 @@ class Trainer(PolicyTrainer):
         )
 
     def _agree(self, done: Accumulated, clip: float | None) -> float:
-        """Sum the gradient over all ranks, clip it to `clip` and return its norm before that. The ranks agree whether
-        to step.
+        """Sum the gradient over all ranks, clip it to `clip`, and return its norm before clipping. All ranks then agree
+        whether to step.
 
         Every path makes the same collective calls in the same order. Otherwise the other ranks would wait forever.
         """
@@ -319,7 +319,7 @@ class Trainer(PolicyTrainer):
         context: Context,
         done: Accumulated,
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Return the tensors from which the backward pass starts, and their gradients (None means 1). Sets
+        """Return the tensors that the backward pass starts from, and their gradients (None means 1). Sets
         `done.skipped` if a number isn't finite."""
         if not bool(scores.logprob.isfinite().all()):
             done.skipped = "log-prob"
@@ -349,8 +349,8 @@ class Trainer(PolicyTrainer):
         token depends on other tokens.
 
         A first pass scores all tokens without a graph, and the loss is differentiated only with respect to these
-        scores. A second pass then runs backward from the stored gradients, micro-batch by micro-batch. The result
-        equals that of one graph over the whole batch, but needs only the memory of one micro-batch.
+        scores. A second pass then runs backward from the stored gradients, micro-batch by micro-batch. The result is
+        the same as with one graph over the whole batch, but needs only the memory of one micro-batch.
         """
         scores = self._score(self.model, rows, self.vision, entropy=self.recipe.needs_entropy, live=part.live)
         index = part.live.nonzero()[:, 0]
@@ -442,8 +442,8 @@ class Trainer(PolicyTrainer):
                     self.averaged[name].lerp_(p, 1 - self.options.ema)
 
     def _adapt(self, kind: type[KL | RewardKL], sums: Sums, entered: Tensor, stream: Stream) -> None:
-        """Change the adaptive coefficients of this kind of KL according to the k1 in `sums`. `entered` (T,) bool are
-        the tokens whose episodes are counted."""
+        """Change the adaptive coefficients of this kind of KL according to the k1 in `sums`. An episode counts if
+        `entered` (T,) bool marks one of its tokens."""
         for i, term in enumerate(self.recipe.coefficients):
             if isinstance(term, kind) and term.adaptive is not None:
                 name = f"{term.measure}/k1"

@@ -47,14 +47,14 @@ class UpdateStats:
     step: int
     """Number of updates that the trainer has applied, including this one if it was applied."""
     skipped: Skip | None
-    """None if the step was applied. Otherwise the weights are unchanged, and this names the value that wasn't finite,
-    or says that there was nothing to train on."""
+    """None if the step was applied. Otherwise the weights are unchanged, and this is the reason: which value wasn't
+    finite, or that there was nothing to train on."""
     loss: float
-    """Sum of w l over the tokens of this process (of all ranks with `DistributedTrainer`), or NaN if it isn't
-    finite."""
+    """Sum of weight * loss over the tokens of this process, or NaN if it isn't finite. With `DistributedTrainer`, the
+    sum is over the tokens of all ranks."""
     parts: dict[str, float]
-    """The parts of the loss by term, `policy` (the surrogate) and each regulariser, which add up to the loss. Empty if
-    no token was trained on or the loss wasn't finite."""
+    """The loss by term: `policy` (the surrogate) and each regulariser. These parts add up to the loss. Empty if no
+    token was trained on or the loss wasn't finite."""
     grad_norm: float
     """The gradient's norm before clipping, or NaN if the update was skipped before the norm was computed."""
     lr: float
@@ -115,8 +115,8 @@ def together(steps: Sequence[UpdateStats]) -> UpdateStats:
     """Combine the statistics of several steps on one prepared batch. The result counts as applied if any step was. Sums
     and weights are added up, and losses and norms are averaged.
 
-    `mismatch` and `moved` are those of the first step. After this step, the weights differ from the sampler's on
-    purpose, so a later mismatch says nothing about numerical differences between sampler and trainer.
+    `mismatch` and `moved` come from the first step only. This step changes the weights, so a later mismatch also
+    contains the effect of training, and not only numerical differences between sampler and trainer.
     """
     if len(steps) == 1:
         return steps[0]
@@ -189,9 +189,9 @@ class PolicyTrainer(ABC):
     ) -> Prepared:
         """Compute the advantages and everything else that is computed once per rollout batch.
 
-        `several` means that more than one step will follow, so a recomputed anchor must be computed now, before the
+        `several` means that more than one step will follow. A recomputed anchor is then computed now, before the
         weights change. If there are several rollout batches, `batches` gives the number of episodes in each, in order.
-        A term with `by = batch` then compares within each of them.
+        A term with `by = batch` compares episodes only within one rollout batch.
         """
 
     @abstractmethod
@@ -213,7 +213,7 @@ class PolicyTrainer(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: TrainerState) -> None:
-        """Continue from a `state_dict()`. This is exact to the bit if the model has the weights of that time."""
+        """Continue from a `state_dict()`. This is exact to the bit if the model has the weights from the same time."""
 
     def updates(
         self,
@@ -229,9 +229,9 @@ class PolicyTrainer(ABC):
         """Take several optimiser steps on one rollout batch and yield each step's statistics. Advantages are computed
         once, over the whole batch.
 
-        Each epoch splits the episodes into `minibatches` parts of similar size, in an order that is shuffled by `seed`
-        and the number of updates so far. If `seed` is None, the episodes keep their order. Demonstrations are split
-        into as many parts, by tape. For `batches`, see `prepare`.
+        Each epoch splits the episodes into `minibatches` parts of similar size. Their order is shuffled with `seed` and
+        the number of updates so far, or kept if `seed` is None. Demonstrations are split into the same number of parts,
+        and no tape is split. For `batches`, see `prepare`.
         """
         imitated = cut_rows(demonstrations, minibatches)
         prepared = self.prepare(
@@ -276,8 +276,8 @@ def cut_rows(rows: Sequence[Row], parts: int) -> list[Sequence[Row]]:
 
 
 def imitation_part(rows: Sequence[Row], add_up: Callable[[Tensor], Tensor] = lambda x: x) -> Part:
-    """Return the demonstrations with the weights of their cross-entropy, which is a mean over their own tokens on all
-    ranks."""
+    """Return the demonstrations with the weights of their tokens' cross-entropy. With these weights, it is a mean over
+    the own tokens of the demonstrations on all ranks."""
     episodes = [Episode(tape=t, group=g, reward=None) for t, g in dict.fromkeys((r.tape, r.group) for r in rows)]
     return prepare(get_recipe("sft"), Stream.of(rows, episodes), Context(add_up=add_up)).part(add_up=add_up)
 
@@ -298,10 +298,10 @@ class Accumulated:
 
 
 def observe(lp: Tensor, old: Tensor, sums: Sums, fresh: Tensor | None = None) -> None:
-    """Add the differences between the log-probs now, `lp` (n,), and at sampling, `old` (n,), to `sums`, from which ESS
-    and KL are computed. For `fresh` (n,) bool, see `Stream.fresh`.
+    """Add the differences between the current log-probs `lp` (n,) and the log-probs at sampling `old` (n,) to `sums`.
+    ESS and KL are computed from these sums. For `fresh` (n,) bool, see `Stream.fresh`.
 
-    The sums are in float64, because the differences are near 0 on policy, so float32 sums over a batch would be mostly
+    The sums are in float64. On policy, the differences are near 0, and float32 sums over a batch would be mostly
     rounding error. The ratio is capped at e^20, so that one token with a broken log-prob can't make the sums infinite.
     """
     delta = lp.cpu().double() - old.double()
