@@ -1,8 +1,8 @@
 """`check_engine` tests an engine against the interface in `engine.py` and reports what its author should fix.
 
 The check sends a few short requests, one at a time and concurrently, cancels one, syncs weights if it was given some,
-and closes the engine. If the engine fails or hangs, the check reports this as a finding. The check itself never raises
-or hangs.
+and closes the engine. If the engine fails or hangs, the check reports this as a finding. The check itself never hangs,
+and raises only UsageError for arguments that can't be used.
 """
 
 from __future__ import annotations

@@ -97,8 +97,8 @@ class Request:
     on_partial: Callable[[Completion], None] | None = field(default=None, compare=False)
     """Called once if the request is cancelled, before CancelledError is raised. It gets what was sampled so far."""
     on_start: Callable[[], None] | None = field(default=None, compare=False)
-    """Called once when the model begins to work on the request, if the engine can tell. Until this call, the request
-    counts as waiting in the engine's queue (`agents/episode/timers.py`)."""
+    """Called when the model begins to work on the request, if the engine can tell. Until the first call, the request
+    counts as waiting in the engine's queue (`agents/episode/timers.py`). Further calls have no effect."""
     picture: Callable[[str], bytes] | None = field(default=None, compare=False)
     """Returns the bytes of the PNG file that a content part `{"type": "image", "media": ...}` names. This call blocks,
     and raises BadPicture if the picture isn't on the tape."""

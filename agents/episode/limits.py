@@ -72,7 +72,8 @@ class TokenBudget:
 
     Invariant: the sum of `used` and the tokens held by calls in flight never exceeds `limit`. If no tokens are left, a
     call waits until another call returns some. Waiting calls are served in order of arrival. Without this wait,
-    concurrent calls could sample more than the limit, or a call could fail just before others return tokens.
+    concurrent calls could sample more than the limit, or a call could fail just before others return tokens. Only a
+    replay may exceed the limit, because it takes the recorded numbers (`hold`).
     """
 
     def __init__(self, limit: int | None) -> None:

@@ -177,7 +177,8 @@ class Script:
     def stepped(self, record: StepRecord, calls: list[str]) -> Entry:
         """Compare a step, and the `calls` that the agent read it from, with the record. Return the recorded step.
 
-        Ends the replay by raising Over if the two steps differ.
+        Ends the replay by raising Over if the two steps differ, if an earlier call or step of the turn is missing, or
+        after the only turn of a replay of one turn.
         """
         by = record.by
         if not self.steps[by]:

@@ -128,7 +128,8 @@ def update_rewards_and_advantages(dataset: Dataset, config: RLConfig) -> Dataset
 
     The order of rows doesn't matter. `weights` has the weight of each own token's loss, not yet divided by the number
     of tokens or episodes in a batch. A token has weight 0 and doesn't train if the status of its episode forbids
-    training, the episode has no reward, or the log-prob at sampling is unknown. `group_tokens` is the mean number of
+    training. With a recipe that uses advantages, it also has weight 0 if the episode has no reward or the log-prob at
+    sampling is unknown. `group_tokens` is the mean number of
     tokens in the group's episodes. Raises BadBatch, with column and row, if the recipe needs an unknown value.
     """
     recipe = config.recipe()

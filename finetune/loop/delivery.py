@@ -7,8 +7,9 @@ holds keys and values from earlier weights. The trainer keeps its distributions 
 error can name the version that a sampler really has.
 
 Differences up to a bound count as rounding. A sync is confirmed if its update changed the log-probs by more than twice
-the bound. Only then does the bound grow. After a smaller update, the verdict is `unmoved`. Small updates that never
-arrive are still found, because they add up: samplers are always compared with the newest weights.
+the bound. The first check sets the bound. Later, it grows only after confirmed syncs of samplers without lag. After a
+smaller update, the verdict is `unmoved`. Small updates that never arrive are still found, because they add up: samplers
+are always compared with the newest weights.
 
 No engine is asked to score given tokens, because vLLM's CPU build with adapters crashes on `prompt_logprobs`.
 """

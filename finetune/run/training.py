@@ -143,8 +143,8 @@ class Training:
     def restore(self) -> None:
         """Restore the weights after the last recorded update, and make metrics.jsonl have one line for each update.
 
-        The record of an update is durable before its metrics line is written, and the line is written without fsync. So
-        a crash can leave a recorded update without a line, or a line without a recorded update. Both are repaired here.
+        Metrics lines are written without fsync, and the warm start writes them before its records are durable. So a
+        crash can leave a recorded update without a line, or a line without a recorded update. Both are repaired here.
         """
         lines = read_metrics(self.run.path / METRICS)
         reported = {cast(int, line["update"]) for line in lines if line.get("phase") != "evaluation"}

@@ -194,8 +194,8 @@ def _facts(
 
 
 _PARTS = {"restore": "restore", "sft": "imitation", "rl": "the loop"}
-"""Names of the parts of a run, which follow each other, by key in `Results.seconds`. The time of any other key lies
-within one of these parts."""
+"""Names of the parts of a run, which follow each other, by key in `Results.seconds`. `total` is the whole run. The
+time of any other key lies within one of these parts."""
 
 
 def parts_of_time(

@@ -37,7 +37,7 @@ _Ask = Callable[[Mapping[str, str], Mapping[str, str]], Any]
 
 class Server(HttpService):
     """Serves one `RunView`. The view is not thread-safe, so one thread makes all quick calls, one after the other. Slow
-    answers, which open their own store, use a second thread."""
+    answers (explanations and reports) use a second thread."""
 
     def __init__(self, view: RunView, host: str = "127.0.0.1", token: str | None = None) -> None:
         super().__init__(host, token)

@@ -55,8 +55,8 @@ def adapters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def write_adapter(state: Mapping[str, Tensor], folder: Path, config: AdapterConfig, base: Path) -> None:
     """Write the adapters in `state` to `folder` in peft's format.
 
-    The files are written to a temporary folder that is renamed at the end, so `folder` is complete even after a
-    crash."""
+    The files are written to a temporary folder that is renamed at the end, so after a crash `folder` is either
+    complete or missing."""
     from safetensors.torch import save_file
 
     found = adapters_in(state)

@@ -358,8 +358,9 @@ class RemoteEngine:
             )
 
     async def _ask(self, flight: Flight, request: Request) -> Sampled:
-        """Send the request. While no server answers, it is repeated for up to `patience` seconds. Other errors are
-        raised at once, because the agent's model interface retries them and records each attempt."""
+        """Send the request. While no server answers, it is repeated for up to `patience` seconds. If a server has other
+        weights, they are restored once, and the request is sent again. All other errors are raised at once, because the
+        agent's model interface retries them and records each attempt."""
         restored = False
         with self.absence.request() as tries:
             while True:
@@ -576,8 +577,8 @@ async def answered(
     on_start: Callable[[], None] | None = None,
 ) -> object:
     """Send `body` and return the whole answer. With a `listener`, the answer is streamed. `stream` collects a streamed
-    answer, so that the caller has the partial answer after a cancellation. `on_start` is called at the first token in a
-    streamed answer, because no server reports when it begins to work on a request."""
+    answer, so that the caller has the partial answer after a cancellation. `on_start` is called for each piece of a
+    streamed answer that has tokens, because no server reports when it begins to work on a request."""
     if listener is not None:
         body = {**body, **STREAM}
     elif not dialect.streams:

@@ -4,7 +4,7 @@
 before the next step begins. Otherwise one server could sample with new weights while another still has the old ones. If
 a step fails, the server's weights are unknown. `sync_servers` then raises an error, and the engine must stop sampling.
 Steps aren't retried, because after a timeout, a step may still be running on the server. Servers read the weights from
-a folder.
+a folder, or receive them over NCCL.
 """
 
 from __future__ import annotations
