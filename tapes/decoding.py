@@ -1,7 +1,7 @@
 """Decodes untrusted picture files within limits, and encodes their pixels as PNG.
 
-Every error is a BadPicture that names the source. Only the size in the file's header is trusted before its pixels are
-decoded, and the CPU time for each file is limited.
+Every error is a BadPicture that names the source. Before the pixels are decoded, only the size in the file's header is
+trusted. The CPU time for each file is limited.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ DATA_URL = re.compile("data:image/(png|jpe?g|webp);base64,", re.IGNORECASE)
 MAX_BYTES = 20_000_000
 """Maximum size of a file in bytes, before decoding and as PNG."""
 MAX_PIXELS = 4096 * 4096
-"""Maximum number of pixels, checked in the header, because 10 kB of PNG can decode to 230 MB of pixels."""
+"""Maximum number of pixels. It is checked in the header, since 10 kB of PNG can decode to 230 MB of pixels."""
 MAX_RATIO = 200
 """Maximum ratio of the longer side to the shorter side. The image processors of vision models reject more."""
 MAX_PARTS, MAX_SCANS = 10_000, 32
-"""Maximum number of chunks in a PNG or segments in a JPEG, and maximum number of scans in a JPEG. All pixels are
-decoded again for each scan. JPEGs usually have about 10 scans."""
+"""Maximum number of parts (chunks of a PNG, segments of a JPEG), and maximum number of scans in a JPEG. Each scan
+decodes all pixels again. JPEGs usually have about 10 scans."""
 SECONDS = 0.7
 """Maximum CPU seconds for decoding one file. The largest photo takes about 0.2 s. The other limits bound the rest."""
 
@@ -65,7 +65,7 @@ def _check_bytes(size: int, slack: float = 1) -> None:
 
 
 class _Timed(io.BytesIO):
-    """A file that limits its thread's CPU time at each read. The PNG and JPEG decoders read a file in pieces."""
+    """A file that checks its thread's CPU time at each read. The PNG and JPEG decoders read a file in pieces."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -157,9 +157,8 @@ _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
 
 
 def _stripped(data: bytes) -> tuple[bytes, bytes]:
-    """Return the bytes of a PNG or JPEG without its metadata, and its Exif data separately. The metadata is removed
-    because Pillow needs quadratic time to join the metadata segments of a JPEG, and rejects a PNG with a large or
-    damaged colour profile."""
+    """Return the bytes of a PNG or JPEG without its metadata, and its Exif data separately. Pillow needs quadratic time
+    to join the metadata segments of a JPEG, and rejects a PNG if its colour profile is large or damaged."""
     png, kept, last, scans, exif = data.startswith(_PNG), list[bytes](), 0, 0, b""
     at, palette = (8, data[25:26] == b"\3") if png else (2, False)
     for _ in range(MAX_PARTS):
@@ -196,8 +195,8 @@ def _stripped(data: bytes) -> tuple[bytes, bytes]:
 
 
 def _orientation(exif: bytes) -> int | None:
-    """Return the orientation in Exif data, or None. Pillow isn't used, because it would copy up to 65,535 values, each
-    of which may be as large as all the data."""
+    """Return the orientation in Exif data, or None. Pillow isn't used, because it would copy up to 65,535 values, and
+    each may be as large as all the data."""
     tiff = exif.removeprefix(b"Exif\0\0")
     order: Any = "little" if tiff[:2] == b"II" else "big"
 
@@ -264,7 +263,8 @@ def _rgb(image: PILImage, orientation: int) -> PILImage:
 
 
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
-"""Maps EXIF orientations to `PIL.Image.Transpose`: flips, 90-degree rotations, reflections across either diagonal."""
+"""The `PIL.Image.Transpose` for each EXIF orientation: flips, 90-degree rotations, reflections across either
+diagonal."""
 
 
 def png_size(data: bytes) -> tuple[int, int]:

@@ -1,8 +1,9 @@
 """Converts the steps of a tape, incrementally, to the chat messages that a model reads.
 
-The same rule applies to agents, sub-agents and the environment: an agent's own answers have the role `assistant`, tool
-results `tool`, and everything else `user`. A model's answer is shown as it was sampled, not as it was parsed. The next
-prompt then begins with the sampled tokens, so its call extends the base instead of starting a new row.
+The same rule applies to agents, sub-agents and the environment. An agent's own answers have the role `assistant`, tool
+results have the role `tool`, and everything else has the role `user`. A model's answer is shown as it was sampled, not
+as it was parsed. The next prompt then begins with the sampled tokens, so its call extends the base instead of starting
+a new row.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ FRAME_TIME = "<{:.1f} seconds>"
 
 
 class Messages(Sequence[Message]):
-    """A fixed head, then an immutable prefix of an append-only conversation. Creating or comparing prefixes is O(1).
+    """A fixed head, followed by an immutable prefix of an append-only conversation. Creating or comparing prefixes is
+    O(1).
 
     All prefixes share one list, so a conversation that grows to n messages costs O(n), not O(n²). `list(messages)`
     returns a plain list.
@@ -66,8 +68,8 @@ class Messages(Sequence[Message]):
     __hash__ = None  # type: ignore[assignment]
 
     def grew_from(self, other: Sequence[Message]) -> bool:
-        """Return True if `other` is known to be a prefix of this conversation without comparing messages, because both
-        share one list."""
+        """Return True if both conversations share one list and `other` is a prefix of this one. No messages are
+        compared."""
         return (
             isinstance(other, Messages)
             and other._items is self._items
@@ -91,7 +93,8 @@ def shared_prefix(a: Sequence[Message], b: Sequence[Message]) -> int:
 
 
 class Conversation:
-    """The messages that one path reads, extended step by step. After n steps, it has read `counts[n]` of them."""
+    """The messages that one path reads, extended step by step. After n steps, the path has read `counts[n]`
+    messages."""
 
     __slots__ = ("_said", "counts", "items", "path")
 
@@ -118,7 +121,7 @@ class Conversation:
 
 
 def heard(step: Step) -> list[Message]:
-    """Return the messages that show the model a step by the environment or by another path."""
+    """Return the messages in which the model reads a step from the environment or from another path."""
     if isinstance(step, Prompt):
         return _with_pictures(step.messages, step.pictures)
     if isinstance(step, ToolResults):

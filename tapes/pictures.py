@@ -73,8 +73,8 @@ class MediaReference(str):
 
 
 class Received(dict[str, bytes]):
-    """Validation context for a step from another process. It maps the names of the files that came with the step to
-    their bytes. Their hashes are checked, and references to other files are rejected."""
+    """Validation context for a step from another process. It holds the bytes of the files that came with the step, by
+    name. Their hashes are checked, and references to other files are rejected."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(files)
@@ -88,7 +88,7 @@ class Received(dict[str, bytes]):
 class Picture(Value):
     """A picture in a step. Create one with `Picture.of(...)`, and store it in a field of this type or in a tuple.
 
-    The object holds the picture's bytes. On a tape that was read from a run, they are read when they are requested.
+    A new picture holds its bytes. On a tape that was read from a run, the bytes are read from the file when requested.
     """
 
     media: MediaReference
@@ -137,12 +137,12 @@ class Picture(Value):
     @property
     def data(self) -> bytes | None:
         """The PNG's bytes, or None if they are unknown. On a tape that was read from a run, each access reads the
-        picture's file. This blocks, and raises NotATape if the file is missing or Corrupt if the file has changed."""
+        picture's file. This blocks. It raises NotATape if the file is missing, and Corrupt if the file has changed."""
         return self._file(self.name) if self._data is None and self._file is not None else self._data
 
     def in_run(self, file: Callable[[str], bytes] | None) -> None:
-        """Make `data` read a run's file. `file` returns the bytes of the file with a given name. It is None for a
-        picture outside a run."""
+        """Let `data` read the picture from a run. `file` is a function that returns a file's bytes, given its name, or
+        None for a picture outside a run."""
         self._file = file
 
     def __eq__(self, other: object) -> bool:
@@ -315,7 +315,7 @@ def _may_refer(cls: type) -> bool:
 
 
 def swapped(value: object, by: Callable[[str | Visual], object]) -> object:
-    """Return a copy of a JSON value in which each string, picture and video `leaf` is replaced by `by(leaf)`."""
+    """Return a copy of a JSON value. Each string, picture or video `leaf` in it is replaced by `by(leaf)`."""
     if isinstance(value, dict):
         return {key: swapped(one, by) for key, one in value.items()}
     if isinstance(value, list):

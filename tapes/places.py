@@ -1,9 +1,10 @@
 """Places state which tokens in a prompt stand for which picture or video. Keys are used to compare token sequences.
 
 A vision model reads a picture as a run of tokens with the same few ids, whatever the picture shows. So equal ids don't
-mean equal content, and a model can sample these ids itself. Prefixes are therefore compared by their keys: the token
-ids, with all tokens of a picture replaced by a negative number that is computed from the picture's hash. A video has
-one place if it is shown with the model's own video tokens, and one place for each frame if it is shown as frames.
+mean equal content, and a model can sample these ids itself. Prefixes are therefore compared by their keys. These are
+the token ids, but each token of a picture is replaced by a negative number that is computed from the picture's hash. A
+video that is shown with the model's own video tokens has one place. A video that is shown as frames has one place for
+each frame.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Place(NamedTuple):
     """Index of the first token in the call's whole prompt."""
     length: int
     grid: tuple[int, ...]
-    """Data that the model's family needs in addition to the file to compute pixels and positions, such as (1, height,
+    """Data from which the model's family computes pixels and positions, together with the file, such as (1, height,
     width) in patches."""
     times: tuple[float, ...] = ()
     """The time of each frame of a video in seconds. It is empty for a picture."""
@@ -50,8 +51,8 @@ class Place(NamedTuple):
 
 
 def _plain(place: Place) -> tuple[Any, ...]:
-    """Return the form of a place that is written to a tape. For a picture, it has no `times`, so that the bytes are the
-    same as in earlier versions."""
+    """Return the values of a place that are written to a tape. For a picture, `times` is left out, so that the bytes
+    are the same as in earlier versions."""
     return tuple(place) if place.times else tuple(place)[:-1]
 
 
@@ -70,8 +71,8 @@ def keys(ids: Sequence[int] | NDArray[np.integer], places: Iterable[Place]) -> N
 
 
 def shared_length(a: NDArray[np.int64], b: NDArray[np.int64], places: Iterable[Place], most: int | None = None) -> int:
-    """Return the length of the prefix that two key sequences share, which is at most `most` tokens. The prefix never
-    ends inside a place. `places` holds the places of either sequence."""
+    """Return the length of the prefix that two key sequences share. It is at most `most`, and never ends inside a
+    place. `places` holds the places of either sequence."""
     n = min(len(a), len(b)) if most is None else min(len(a), len(b), most)
     differ = a[:n] != b[:n]
     n = int(differ.argmax()) if differ.any() else n

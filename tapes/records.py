@@ -36,15 +36,16 @@ DIGEST_START = hashlib.sha256(SCHEMA.encode()).digest()
 """The initial value d(0) of every digest. After record k, the digest is d(k) = SHA-256(d(k-1) + body of record k)."""
 
 IN_TAPE = ("begin", "step", "call", "reward", "end")
-"""The kinds of records that make up a tape, up to its `end`. A record of these kinds after the `end` is a layer."""
+"""The kinds of records in a tape, up to its `end`. If a record of one of these kinds follows the `end`, it is a
+layer."""
 
 Message = dict[str, Any]
-"""One chat message, with `role`, `content` and, if they apply, `tool_calls`, `tool_call_id` and `name`."""
+"""One chat message. It has `role` and `content`, and may have `tool_calls`, `tool_call_id` and `name`."""
 
 
 _is_none = partial(operator.is_, None)
-"""Returns whether a value is None. Fields with this condition are left out of the body if they are None, so that older
-tapes keep their digests. The function is implemented in C, because it runs for every record."""
+"""Returns whether a value is None. A field with this condition is left out of the body if it is None, so older tapes
+keep their digests. The function is written in C, because it runs for every record."""
 
 
 class Record(BaseModel):
@@ -73,7 +74,8 @@ class Task(Value):
     @model_validator(mode="before")
     @classmethod
     def _name_pictures(cls, data: Any) -> Any:
-        """Replace pictures by their names, as in `Task(public={"image": picture})`, to store their bytes only once."""
+        """Replace the pictures in `Task(public={"image": picture})` by their names. So their bytes are stored only
+        once."""
         if not isinstance(data, dict) or "pictures" in data:
             return data
         parts = {key: data[key] for key in ("public", "private") if key in data}
@@ -82,7 +84,7 @@ class Task(Value):
         return {**data, **named, "pictures": found} if found else data
 
     def filled(self, part: JsonValue) -> object:
-        """Return `part` (the public or the private part) with the names in it replaced by the pictures and videos."""
+        """Return the public or private part, with each name of a picture or video replaced by the object itself."""
         known = {picture.name: picture for picture in self.pictures}
         return swapped(part, lambda one: known.get(str(one), one)) if known else part
 
@@ -109,8 +111,8 @@ class Task(Value):
 
 
 class Sampling(Value):
-    """How a completion is sampled. A recorded log-prob is log softmax(logits / temperature) at the sampled id. Newer
-    settings are not written while they have their default values, so that the digests of older tapes stay valid."""
+    """How a completion is sampled. A recorded log-prob is log softmax(logits / temperature) at the sampled id. A newer
+    setting is written only if it differs from its default, so older tapes keep their digests."""
 
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """0 means greedy decoding. Greedy calls are never RL data, and their log-probs are recorded at temperature 1."""
@@ -122,11 +124,11 @@ class Sampling(Value):
     """Further settings of the engine, such as penalties and grammars. A call with such settings can't be used for RL,
     because they change the distribution. The only exception is `stop`, the strings that end an answer."""
     first_temperature: float | None = Field(default=None, gt=0, allow_inf_nan=False, exclude_if=operator.not_)
-    """Temperature of the first token, whose log-prob is recorded at this temperature. The FIRE method usually uses 10.
-    If it is None, the first token has the same temperature as the other tokens."""
+    """Temperature at which the first token is sampled and its log-prob recorded. None means the same temperature as for
+    the other tokens. The FIRE method usually uses 10."""
     min_tokens: int = Field(default=0, ge=0, exclude_if=operator.not_)
-    """Number of tokens at the start of an answer that can't be end tokens. Their log-probs come from the distribution
-    without end tokens. A string in `extra.stop` can still end an answer earlier."""
+    """None of the first `min_tokens` tokens of an answer can be an end token. Their log-probs come from the
+    distribution without end tokens. A string in `extra.stop` can still end an answer earlier."""
     ignore_eos: bool = Field(default=False, exclude_if=operator.not_)
     """If True, end tokens don't end an answer. Each token's distribution is unchanged, and `min_tokens` is ignored."""
 
@@ -134,14 +136,14 @@ class Sampling(Value):
     def exact(self) -> bool:
         """True if the recorded log-probs belong to the distribution that the tokens were sampled from.
 
-        `top_p`, `top_k` and most settings in `extra` change the distribution after the log-probs have been computed, so
-        importance ratios computed from these log-probs would be wrong.
+        `top_p`, `top_k` and most settings in `extra` change the distribution after the log-probs were computed.
+        Importance ratios from these log-probs would then be wrong.
         """
         return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and not set(self.extra) - {"stop"}
 
     @property
     def barring(self) -> int:
-        """The number of tokens at the start of a completion that can't be end tokens."""
+        """The number of leading tokens in a completion that can't be end tokens."""
         return 0 if self.ignore_eos else self.min_tokens
 
     def temperature_at(self, position: int) -> float:
@@ -171,8 +173,8 @@ class Parent(Value):
     turn: int
     """Number of the parent's turns in the prefix."""
     unverified: str | None = Field(default=None, exclude_if=_is_none)
-    """Why the prefix couldn't be verified, if the caller forked anyway. It is None if the prefix was verified, or if it
-    isn't known whether it was."""
+    """Why the prefix couldn't be verified, if the caller forked anyway. It is None if the prefix was verified or this
+    is unknown."""
 
 
 class Begin(Record):
@@ -292,8 +294,8 @@ class Call(Record):
     """One model call, stored as its additions to an earlier call, its `base`.
 
     The whole prompt is prompt(call) = ids(base)[:keep] + `prompt`, where ids(base) = prompt(base) + `base.completion`.
-    The call *extends* its base if and only if `keep` covers all of ids(base). A smaller `keep` only saves storage, and
-    the call starts a new training row. Likewise, the messages in the request are messages(call) =
+    The call *extends* its base if and only if `keep` covers all of ids(base). With a smaller `keep`, which only saves
+    storage, the call starts a new training row. Likewise, the messages in the request are messages(call) =
     conversation(base)[:keep_messages] + `messages`, where conversation(base) = messages(base) + [`base.reply`].
     """
 
@@ -309,13 +311,13 @@ class Call(Record):
     keep_messages: int = 0
     messages: tuple[Message, ...] = ()
     media: MediaNames = Field(default=(), exclude_if=operator.not_)
-    """Names of the pictures in `messages` that came with a program's request. No step shows these pictures."""
+    """Names of the pictures that an external program sent in its request's `messages`. No step shows these pictures."""
     prompt: Ints | None = None
-    """The prompt token ids after those kept from the base, or None if the engine takes and returns only text."""
+    """The prompt's token ids after the ids kept from the base. None if the engine takes and returns only text."""
     places: Places = Field(default=(), exclude_if=operator.not_)
     """The places of pictures among the new prompt ids, in order. Offsets count from the start of the whole prompt."""
     completion: Ints | None = None
-    """Sampled token ids, including the one that ends the turn, or None if the engine returns only text."""
+    """The sampled token ids, including the id that ends the turn. None if the engine returns only text."""
     logprobs: Floats | None = None
     """log softmax(logits / temperature) of each completion id, or NaN if unknown."""
     barred: tuple[int, ...] | None = Field(default=None, exclude_if=_is_none)
@@ -335,7 +337,7 @@ class Call(Record):
     """Why this call starts a new training row although its path has made calls before. It is None if the call extends
     its base or is the first call of its path."""
     cut: int = Field(default=0, exclude_if=operator.not_)
-    """Number of tokens in the conversation that the prompt leaves out because of `limits.keep_prompt`."""
+    """Number of the conversation's tokens that `limits.keep_prompt` removed from the prompt."""
     engine: str = ""
     at: float
 
@@ -376,17 +378,17 @@ class Call(Record):
 def unscores(value: float, weight: float, evidence: JsonValue) -> bool:
     """Return whether a component with these fields leaves its whole tape unscored.
 
-    It does if its value is NaN and either its weight is not 0 or its evidence says that its source failed. A NaN in any
-    other metric doesn't affect the reward.
+    A component with a NaN value does so if its weight is not 0, or if its evidence says that its source failed. A NaN
+    in any other metric doesn't affect the reward.
     """
     return value != value and (weight != 0 or (isinstance(evidence, dict) and "failed" in evidence))
 
 
 class Reward(Record):
-    """One reward component. It is part of the digest if it was recorded before the tape's end, and otherwise a layer.
+    """One reward component. Recorded before the tape's end, it is part of the digest. Recorded later, it is a layer.
 
-    The reward of a tape is the sum of weight * value over the components that were recorded before its end. A tape
-    without components, or with a failed one, is unscored, which is not the same as a reward of 0 (`total_reward`).
+    The reward of a tape is the sum of weight * value over the components that were recorded before its end. A tape is
+    unscored if it has no components or if one of them failed. This is not the same as a reward of 0 (`total_reward`).
     """
 
     t: Literal["reward"] = "reward"
@@ -426,8 +428,8 @@ class Cause(Value):
     """Class of the exception."""
     message: str | None = None
     frame: str | None = None
-    """Where the error was raised, as `file:line in function`: the last frame in the user's code if there is one,
-    otherwise the last frame in the traceback."""
+    """Where the error was raised, as `file:line in function`. It is the traceback's last frame in the user's code, or
+    its last frame if none is in the user's code."""
 
 
 class End(Record):
@@ -446,7 +448,7 @@ class End(Record):
 
 
 class Label(Record):
-    """A layer that selects which completion tokens of a call are training targets, if not all of them are."""
+    """A layer that selects the training targets among a call's completion tokens, if only some tokens are targets."""
 
     t: Literal["label"] = "label"
     tape: str
@@ -456,8 +458,8 @@ class Label(Record):
     """Completion ranges that are targets. None means that the whole completion is a target."""
     layer: str | None = None
     after: str | None = Field(default=None, exclude_if=_is_none)
-    """Id of the call whose prompt and completion form the start of this call's prompt. None means that this call is the
-    `base`. Otherwise, the `base` may be another earlier call."""
+    """Id of an earlier call. The labelled call's prompt begins with the prompt and completion of that earlier call.
+    None stands for the `base`. If an id is given, it may differ from the `base`."""
 
 
 class Tokens(Record):
@@ -516,7 +518,7 @@ class Open(Record):
     pid: int
     at: float
     pins: dict[str, str] = {}
-    """The hash of the last line of each earlier segment that this writer found, by segment name."""
+    """The earlier segments that this writer found, each with the hash of its last line."""
     versions: dict[str, str] = {}
 
 
@@ -550,13 +552,13 @@ class Files(Record):
 
     t: Literal["files"] = "files"
     files: dict[str, str | None]
-    """Maps each path below the run to the SHA-256 (hex) of its bytes, or to None while the lead changes the file. If
-    several records name a path, the last one counts."""
+    """The SHA-256 (hex) of each file's bytes, by the file's path below the run, or None while the lead changes the
+    file. If several records name a path, the last record counts."""
     at: float
 
 
 class Commit(Record):
-    """States, in the field `c` of its line, how far the segment is durable. An idle writer appends this record."""
+    """A record that an idle writer appends. The field `c` of its line states how far the segment is durable."""
 
     t: Literal["commit"] = "commit"
     opened: str = ""

@@ -1,6 +1,6 @@
 """Steps: observations, thoughts and actions, as typed and immutable pydantic values.
 
-A step holds only content. The record around it states who produced the step, when, and from which model calls, so this
+A step holds only content. The record around it states who produced the step, when, and from which model calls. So this
 information can't leak into a prompt. Steps with equal content are equal. A model reads a step as `str(step)`.
 """
 
@@ -175,7 +175,8 @@ class Reasoning(Thought):
 
 
 class Exchange(Thought):
-    """A request from an external program to the model, and the answer. Long strings are cut, but not in the call."""
+    """A request from an external program to the model, and the answer. Long strings are shortened here, and complete in
+    the call."""
 
     asked: str
     """The messages that the request added."""
@@ -212,7 +213,8 @@ class ToolOffer(Observation):
 
 
 class Prompt(ToolOffer, kind="chat_prompt"):
-    """First observation of an episode that needs more than one text: chat messages, which a model reads unchanged."""
+    """First observation of an episode that begins with several chat messages. A model reads these messages
+    unchanged."""
 
     messages: tuple[dict[str, JsonValue], ...]
     """Each message has `role` and `content`. The content of the last user message is also `text`."""
@@ -255,7 +257,7 @@ class ToolResult(Value):
 
 
 class ToolCalls(Action):
-    """Function calls made at once; their results come back as one `ToolResults`."""
+    """Function calls that are made at once. Their results come back as one `ToolResults`."""
 
     calls: tuple[ToolCall, ...]
 

@@ -1,7 +1,7 @@
-"""A tape is the record of one episode. Tapes are immutable views, and creating a view takes O(1) time.
+"""A tape is the record of one episode. A `Tape` object is an immutable view of it, which is created in O(1) time.
 
-All views of an episode share one growing log, and each view shows the first n steps in the log. An agent's view gives
-access to the steps and to the public part of the task, but not to rewards, labels or the private part.
+All views of an episode share one growing log, and each view shows the first n steps in the log. An agent's view shows
+the steps and the public part of the task. It hides rewards, labels and the private part.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Cut(NamedTuple):
 
 
 def new_tape_id() -> str:
-    """Return 22 hex digits: 12 for the milliseconds since 1970, so that ids sort by time, and 10 random ones."""
+    """Return 22 hex digits: 12 for the milliseconds since 1970, then 10 random digits. So ids sort by time."""
     return f"{time.time_ns() // 1_000_000:012x}{os.urandom(5).hex()}"
 
 
@@ -80,12 +80,12 @@ class TapeLog:
         self.bodies: list[bytes] = []
         self.digests: list[bytes] = []
         self.rewards: list[tuple[int, Reward]] = []
-        """The rewards, as (number of records before the reward, reward)."""
+        """Each reward as (number of records before it, reward)."""
         self.layers: list[Record] = []
         self.shown: dict[str, Picture] = {}
-        """Maps names to the pictures that the recorder has stored. It is empty on a tape that was read from a store."""
+        """The pictures that the recorder has stored, by name. It is empty on a tape that was read from a store."""
         self.file: Callable[[str], bytes] | None = parent._log.file if parent is not None else None
-        """Returns the bytes of the media file with a given name, and blocks. It is None if the tape is in no run."""
+        """A blocking function that returns the bytes of a media file, given its name. None if the tape is in no run."""
         self.end: End | None = None
         self.call_order: list[tuple[int, Call]] = []
         self._calls: dict[str, Call] = {}
@@ -99,8 +99,8 @@ class TapeLog:
     def append(self, record: Record, body: bytes | None = None) -> bytes:
         """Append one record and return its body. Raises NotATape if the record can't come next on this tape.
 
-        For a record that was read from a store, pass its original bytes as `body`. The digest is computed from these
-        bytes, because serialising the record again could give different bytes after a change to the code.
+        For a record that was read from a store, pass its original bytes as `body`, and the digest is computed from
+        them. Serialising the record again could give other bytes if the code has changed since.
         """
         if self.end is not None:
             raise NotATape(f"tape {self.begin.tape} has ended; a {type(record).__name__} can't follow its end")
@@ -176,9 +176,10 @@ class TapeLog:
         return call.keep + len(call.prompt or ())
 
     def conversation(self, path: str, n: int) -> tuple[list[Message], int]:
-        """Return the append-only messages that the agent at `path` reads, and how many come from the first `n` steps.
+        """Return the growing list of messages for the agent at `path`, and how many of them come from the first `n`
+        steps.
 
-        Each step is converted only once per path, however often this method is called, so n steps cost O(n) in total.
+        Each step is converted only once per path. However often this method is called, n steps cost O(n) in total.
         """
         conversation = self._conversations.get(path)
         if conversation is None:
@@ -210,8 +211,8 @@ class Tape(Sequence[Step]):
     """An immutable view of an episode that shows the steps up to the moment when the view was created.
 
     Indexes such as `tape[-1]`, `len(tape)` and iteration refer to steps. In an agent's view, access to rewards, labels
-    or the private part of the task raises HiddenFromAgent. `model_dump_json` writes a closed tape as one document,
-    which `model_validate_json` reads back as an equal tape.
+    or the private part of the task raises HiddenFromAgent. `model_dump_json` writes a closed tape as one document.
+    `model_validate_json` reads it back as an equal tape.
     """
 
     __slots__ = ("_k", "_log", "_n", "_open", "scope")
@@ -245,7 +246,8 @@ class Tape(Sequence[Step]):
     ) -> Tape:
         """Return the tape with these record bodies, in order. Raises NotATape (a ValueError) if they don't form a tape.
 
-        `file` returns the bytes of the media file with a given name. The tape uses this function to read its pictures.
+        `file` is a function that returns the bytes of a media file, given its name. The tape uses it to read its
+        pictures.
         """
         if not isinstance(bodies, Iterable) or not isinstance(layers, Iterable):
             raise NotATape(f"bodies and layers are lists, not {type(bodies).__name__} and {type(layers).__name__}")
@@ -299,7 +301,7 @@ class Tape(Sequence[Step]):
 
     @property
     def entries(self) -> list[Entry]:
-        """The steps, each with the path that produced it and with its time, turn and calls."""
+        """The steps, each with its producer's path, its time, its turn and its calls."""
         return self._log.entries[: self._n]
 
     @property
@@ -325,11 +327,12 @@ class Tape(Sequence[Step]):
         return self._log.entries[self._n - 1].turns if self._n else 0
 
     def now(self) -> Tape:
-        """Return the same agent's view of all steps up to now. Inside `act`, they include the steps yielded so far."""
+        """Return a new view of all steps so far, for the same agent. Inside `act`, it includes the steps that were
+        yielded."""
         return Tape(self._log, scope=self.scope, agent_view=not self._open)
 
     def within(self, path: str) -> Tape:
-        """Return this view for the agent at `path`."""
+        """Return the same view, but for the agent at `path`."""
         return Tape(self._log, self._n, records=self._k, scope=path, agent_view=not self._open)
 
     def messages(self, system: str | None = None, *, path: str | None = None) -> Messages:
@@ -379,14 +382,14 @@ class Tape(Sequence[Step]):
 
     @property
     def trains(self) -> bool:
-        """True if the episode ended in a way that allows training on it, provided that it is scored."""
+        """True if the episode ended in a way that allows training. Training also needs a reward."""
         return trains(self.status, self.cause.type if self.cause is not None else None)
 
     @property
     def reward(self) -> float | None:
         """The sum of weight * value over the recorded components.
 
-        It is None, which is not the same as zero, if nothing was scored or if a component failed.
+        It is None if nothing was scored or a component failed. None is not the same as a reward of 0.
         """
         return total_reward(r for k, r in self._visible("reward").rewards if k < self._k)
 
@@ -407,7 +410,7 @@ class Tape(Sequence[Step]):
 
     @property
     def parent(self) -> Tape | None:
-        """The prefix that a fork started from, or None if this tape is not a fork."""
+        """The part of the parent tape that this fork begins with, or None if this tape is not a fork."""
         return self._visible("parent").parent
 
     @property
@@ -426,7 +429,7 @@ class Tape(Sequence[Step]):
         return self._visible("bodies").bodies[: self._k]
 
     def call(self, call: str) -> Call:
-        """Return the call with the id `call`, which may be a call that a fork inherited."""
+        """Return the call with the id `call`. A fork also has the calls that it inherited."""
         return self._visible("call").call(call)
 
     def call_messages(self, call: Call | str) -> list[Message]:
@@ -476,8 +479,8 @@ class Tape(Sequence[Step]):
         return tuple(places)
 
     def picture(self, name: str) -> bytes:
-        """Return the PNG with the file name `name`, which a step or request on this tape must show. This call blocks.
-        Raises BadPicture for any other name."""
+        """Return the bytes of the PNG file `name`. This call blocks. Raises BadPicture if no step or request on this
+        tape shows the picture."""
         log = self._log
         picture = log.shown.get(name) or next((p for step in self for p in pictures_of(step) if p.name == name), None)
         if picture is not None and picture.data is not None:
@@ -494,8 +497,8 @@ class Tape(Sequence[Step]):
         return log.file(name)
 
     def at_turn(self, turn: int) -> Tape:
-        """Return the tape as it was after `turn` complete turns, as the start of a fork. For 0, it ends after the first
-        observation. Raises ValueError if `turn` is too large."""
+        """Return the tape as it was after `turn` complete turns, to start a fork from. For `turn` 0, it ends after the
+        first observation. Raises ValueError if `turn` is too large."""
         log = self._visible("at_turn")
         cuts = log.cuts
         if 0 <= turn < len(cuts):
@@ -578,7 +581,8 @@ class Tape(Sequence[Step]):
 
 
 class Ending(Tape):
-    """A view of a running tape for the code that scores it. It already has the `end` that follows the scores."""
+    """A view of a running tape for the code that scores it. It already has the `end`, which is recorded after the
+    scores."""
 
     __slots__ = ("_its_end",)
 

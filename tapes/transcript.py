@@ -149,7 +149,7 @@ def episode_rewards(tape: Tape) -> dict[str, float]:
 
 
 def call_lines(tape: Tape) -> list[CallLine]:
-    """Return the lines for all model calls on the tape, in order, without those on its parent tape."""
+    """Return the lines for the tape's own model calls, in order. Calls on its parent tape are left out."""
     return [call_line(call) for call in tape.calls]
 
 

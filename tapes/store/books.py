@@ -1,9 +1,9 @@
 """The books account for every token and episode. Each sampled token is in exactly one of the ten `PLACES`, such as
 `trained` or `stale`. Each episode is ended or open.
 
-Each place is counted independently, and none is computed as the remainder of the others. The sum of the places is then
-compared with the number of sampled tokens, which reveals a token that was counted twice (for example as trained *and*
-held out) or not at all. The places follow these rules:
+Each place is counted independently, and none is computed as a remainder. So if the sum of the places differs from the
+number of sampled tokens, a token was counted twice (for example as trained *and* held out) or not at all. The places
+follow these rules:
 
 1. Tokens in calls without versions and log-probs were authored, not sampled. They are counted separately.
 2. `held_out` has the tokens of tapes from every split except `train` and `demo`.
@@ -61,7 +61,7 @@ class Lost(Value, frozen=False):
     trainable: bool
     episodes: int = 0
     turns: dict[str, int] = Field(default={})
-    """Number of episodes of each length in actions (`0`, `1`, `2-3`, `4-7`, ...)."""
+    """Number of episodes by their number of actions (`0`, `1`, `2-3`, `4-7`, ...)."""
     sampled: int = 0
     """Number of tokens that a policy sampled in these episodes."""
 
@@ -254,7 +254,7 @@ class BooksFold:
         )
 
     def _marks(self, odd: list[str]) -> tuple[dict[tuple[str, str], bytearray], int]:
-        """Return (marks, `Books.applied`). `marks` maps each (tape, call) in an update to bytes, one for each token.
+        """Return (marks, `Books.applied`). For each (tape, call) in an update, `marks` has one byte per token.
 
         Bit k of a byte stands for `FATES[k]`. For each range of tokens that doesn't exist, a finding is added to `odd`.
         """
@@ -321,7 +321,7 @@ class BooksFold:
                 odd.append(f"{trained} tokens of call {call} were trained on, but tape {name} is {why}")
 
     def _by_fate(self, marks: dict[tuple[str, str], bytearray], bit: int) -> int:
-        """Return the number of sampled tokens for which this fate is the first one in the order of `FATES`."""
+        """Return the number of sampled tokens that have this fate and no fate that comes earlier in `FATES`."""
         below = (1 << bit) - 1
         return sum(
             sum(1 for m in mark if m & (1 << bit) and not m & below)
@@ -366,7 +366,7 @@ class BooksFold:
 
 
 def _lost(tape: _Tape) -> bool:
-    """Return whether the tape's split is trained on, but the tape ended in a way that is never trained on."""
+    """Return whether the tape is from a training split but ended in a way that rules out training."""
     return tape.status is not None and not tape.held_out and not tape.trainable
 
 

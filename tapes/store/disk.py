@@ -4,9 +4,10 @@ full disks.
 The class guarantees no more than POSIX does:
 
 * A write may be short.
-* A power cut may lose written bytes until `sync` returns for the file.
-* A new, renamed or removed name may be lost until `sync_dir` returns for its folder, even if the file was synced.
-* After a failed `sync`, the state of the bytes is unknown, and a second `sync` that succeeds proves nothing.
+* A power cut may lose the bytes that were written to a file after its last `sync`.
+* A power cut may undo the creation, renaming or removal of a file after its folder's last `sync_dir`, even if the file
+  was synced.
+* After a failed `sync`, the state of the bytes is unknown. Even if a second `sync` succeeds, it proves nothing.
 """
 
 from __future__ import annotations
@@ -58,15 +59,15 @@ class Disk:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def edit(self, path: Path, *, new: bool = True) -> int:
-        """Return a handle for locking, syncing, truncating or overwriting a file. A missing file is created, or if
-        `new` is false, FileNotFoundError is raised."""
+        """Return a handle for locking, syncing, truncating or overwriting a file. A missing file is created if `new` is
+        true. Otherwise, FileNotFoundError is raised."""
         return open_regular(path, os.O_RDWR | (os.O_CREAT if new else 0))
 
     def lock(self, handle: int, *, wait: bool = False) -> bool:
         """Take the file's exclusive lock, which is held until `close`. Return False if another handle holds it.
 
         The system releases the lock when the process dies, so a segment without a lock has no living writer. On a file
-        system on which locks don't exist or have no effect, this returns True.
+        system without working locks, this returns True.
         """
         import fcntl  # imported here, so that runs can be read on systems without flock
 
@@ -86,7 +87,7 @@ class Disk:
         return os.write(handle, data)
 
     def sync(self, handle: int) -> None:
-        """Return when the file's bytes and length would survive a power cut."""
+        """Block until the file's bytes and length would survive a power cut."""
         if sys.platform == "darwin":
             import fcntl
 
@@ -97,7 +98,7 @@ class Disk:
             os.fdatasync(handle)
 
     def sync_dir(self, folder: Path) -> None:
-        """Return when the folder's names would survive a power cut."""
+        """Block until the folder's names would survive a power cut."""
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(handle)
@@ -143,7 +144,8 @@ _parts = itertools.count()
 _LEAD = re.compile(rb'\{"lead": (\d{1,15})[,}]')
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _locked: set[int] = set()
-"""Locked handles in this process. A forked child closes its copies, or they would hold the locks if the parent dies."""
+"""Locked handles of this process. A forked child closes its copies, which would keep the locks after the parent's
+death."""
 
 
 def _let_go() -> None:
@@ -170,7 +172,7 @@ def open_regular(path: Path, flags: int) -> int:
     """Return a handle for a regular file in a run. Anyone who can write to a run's folder can replace a file with
     something else. A pipe would block forever, and a link could lead to /dev/zero or to another user's file.
 
-    Raises NotAFile if it isn't a regular file, without waiting and without following a link in the last part of the
+    Raises NotAFile if it isn't a regular file. The check never waits, and never follows a link in the last part of the
     path.
     """
     try:
@@ -216,7 +218,7 @@ def file_digest(path: Path, disk: Disk = REAL) -> str:
 
 
 def counted_lines(data: bytes) -> list[bytes]:
-    """Return the lines in a metrics file, without those that a lead wrote after a line from a later lead.
+    """Return the lines in a metrics file. A line that comes after a line from a later lead is left out.
 
     Readers and `file_digest` use the same lines, so a line that the digest doesn't cover is never read.
     """
@@ -249,13 +251,14 @@ def damage(folder: Path, digests: Mapping[Path, str]) -> list[str]:
 
 
 def put_file(disk: Disk, path: Path, data: bytes, *, check: Callable[[], object] = lambda: None) -> None:
-    """Create or replace a file so that after a crash it holds either all of `data` or its previous content.
+    """Create or replace a file. After a crash, it holds either all of `data` or its previous content.
 
-    The bytes are synced before the rename, because the rename may otherwise reach the disk before the bytes do, and a
-    power cut then leaves the name on an empty file. The folder is synced last, so that the new name is durable when
-    this returns. A crash before the rename leaves a `.part` file, which recovery removes. If two processes write to one
-    path at once, the file gets the whole content from one of them. `check` is called when the `.part` file is complete,
-    and may raise an error to keep the old file. After the check, removing this file still prevents the rename.
+    The bytes are synced before the rename. Otherwise, the rename could reach the disk first, and a power cut would
+    leave an empty file with this name. The folder is synced last, so the new name is durable when this returns. A crash
+    before the rename leaves a `.part` file, which recovery removes. If two processes write to one path at once, the
+    file gets the whole content from one of them. `check` is called when the `.part` file is complete, and may raise an
+    error to keep the old file. Even after the check, another process can prevent the rename by removing the `.part`
+    file.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}-{next(_parts)}.part")
     try:

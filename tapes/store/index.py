@@ -107,7 +107,7 @@ class Index:
     """The index of one folder. It is thread-safe."""
 
     def __init__(self, folder: Path, *, disk: Disk = REAL, path: Path | None = None) -> None:
-        """`path` is the file in which the index is kept for later processes, or None if it isn't kept."""
+        """`path` is the file that keeps the index for later processes. If it is None, the index isn't kept."""
         self.folder, self.disk = folder, disk
         self._path = path
         self._db = self._load()
@@ -121,7 +121,8 @@ class Index:
         self._lock = threading.RLock()
 
     def close(self, *, keep: bool = True) -> None:
-        """If `keep` is true and much of the index is new, write it to its file. Never raises, since that is a cache."""
+        """Close the index. If `keep` is true and much of it is new, first write it to its file. A failed write raises
+        no error, since the file is only a cache."""
         with self._lock:
             path, self._path = self._path, None
             if keep and path is not None and self._read_lines * 8 > sum(segment.n for segment in self.segments()):
@@ -152,7 +153,8 @@ class Index:
         return db
 
     def refresh(self) -> dict[str, Break]:
-        """Read the new lines. Return the break of each segment, live or not, whose lines end before the file does."""
+        """Read the new lines. Return a break for each segment with bytes after its last intact line, even for a live
+        one."""
         with self._lock:
             # This is one transaction, because an error must not leave a segment's offset without its records.
             self._db.execute("begin")
@@ -370,8 +372,8 @@ class Index:
 
 
 def _storable(summary: Summary) -> Summary:
-    """Return the summary unchanged. SQLite can hold only text, floats and 64-bit integers. If a value is of another
-    kind, raises a TypeError that names the first such value."""
+    """Return the summary unchanged. Raises a TypeError that names the first value that SQLite can't hold. It can hold
+    None, text, floats and 64-bit integers."""
     for name, value in zip(Summary._fields, summary[:BEGUN], strict=False):
         if not (value is None or isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 1 << 63)):
             raise TypeError(f"its {name} is {value!r:.80}")

@@ -17,7 +17,8 @@ The invariant is: **a lead's write counts only if no process held a higher epoch
   all `.part` files and replaces the files that are appended to (`open_run`).
 
 A lead counts as dead if neither its file nor its segment is locked. If `flock` has no effect, or the lead is on another
-machine, a new process waits for a sign of life in the lead's file. The invariant holds even if that lead is alive.
+machine, a new process waits for a sign of life in the lead's file. The invariant holds even if a lead that counts as
+dead is still alive.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ class Holder(Value):
 
 
 def read_leads(run: Path) -> dict[int, Holder]:
-    """Return epoch -> lead for every lead that has a file. If the file can't be read, for example because a crash cut
-    it short, its lead is an unknown process without a sign of life."""
+    """Return every lead that has a file, by epoch. If a file can't be read, for example because a crash cut it short,
+    its lead is an unknown process without a sign of life."""
     try:
         return {epoch: _read(path, epoch) for epoch, path in _files(run).items()}
     except FileNotFoundError:
@@ -149,8 +150,8 @@ class Lease:
     """The right to write a run's next records. Use it as a context manager. A separate thread writes signs of life."""
 
     def __init__(self, run: str | Path, *, take_over: bool = False, beat: float = BEAT, disk: Disk = REAL) -> None:
-        """Claim the next epoch of the run. If another lead is alive, raises UsageError, or ends its epoch if
-        `take_over` is true."""
+        """Claim the next epoch of the run. If another lead is alive, this raises UsageError. With `take_over`, it ends
+        the epoch of that lead instead."""
         run = Path(run)
         self._folder, self._beat, self._disk = run / FOLDER, beat, disk
         disk.make_folder(self._folder)
@@ -213,7 +214,8 @@ class Lease:
         self._checked = names  # saves work: there is a check before each batch, but the names rarely change
 
     def lost(self, later: Holder | None = None) -> LeaseLost:
-        """Return the error for a lease that `later` took over, or whose file is gone."""
+        """Return the error for this lost lease. `later` is the lead that took the run over, or None if the file is
+        gone."""
         how = f"was taken over by {later}, as lead {later.epoch}" if later else f"has lost the file {self._path.name}"
         return LeaseLost(
             f"{self._folder.parent} {how}. This process was lead {self.epoch} and writes nothing more; its records so "
@@ -260,7 +262,7 @@ class Lease:
 
 
 def check_free(run: str | Path, *, beat: float = BEAT, disk: Disk = REAL) -> int:
-    """Return the epoch of the last lead, which no longer leads, or 0 if the run had no lead. This takes no lease.
+    """Return the epoch of the run's last lead, or 0 if the run never had a lead. This takes no lease.
 
     Raises UsageError if a living process leads the run. Finding this out may take a few beats (`GRACE`).
     """
@@ -327,7 +329,8 @@ def _lockable(path: Path, disk: Disk) -> bool:
 
 
 def _flock_works(folder: Path, disk: Disk) -> bool:
-    """Return whether locking one file through two handles fails for the second handle."""
+    """Return whether `flock` has an effect here: while one handle holds a file's lock, a second handle can't take
+    it."""
     path = folder / f".probe-{os.getpid()}-{threading.get_ident()}"
     handle = disk.edit(path)
     try:

@@ -1,12 +1,12 @@
 """The ledger is the training history of a lineage, folded from `use` and `void` records. It is a queue and a redo log.
 
-A lineage's history begins with its parent's history up to the update at which a `void` record cut the parent. Its own
-`use` records follow, in the order of (update, epoch). Applying that history to the base weights gives the lineage's
-weights. No update is in a history twice, because applying an update twice would give weights that differ from those
-that sampled the later tapes.
+A lineage's history begins with its parent's history, up to the update at which a `void` record cut the parent. Then its
+own `use` records follow, in the order of (update, epoch). Applying the history to the base weights gives the lineage's
+weights. No update is in a history twice. Applying an update twice would not give the weights that sampled the later
+tapes.
 
 A run has one lead at a time (`lease`). A lead that was just replaced may still write one record, which the later lead
-did not read. Such a record doesn't count. It is recognised because a record of the same or an earlier update has a
+did not read. That record doesn't count. Readers recognise it because a record of the same or an earlier update has a
 higher lead epoch.
 """
 
@@ -23,7 +23,7 @@ from ..records import Use, Void
 
 Fate = Literal["trained", "stale", "filtered", "context"]
 FATES: tuple[Fate, ...] = ("trained", "stale", "filtered", "context")
-"""The possible fates of a token in an update. If several updates name a token, the first of its fates in this order
+"""The possible fates of a token in an update. If several updates name a token, its fate that comes first in this order
 counts."""
 Range = tuple[str, str, int, int]
 """(tape, call, start, end), a half-open range of completion tokens in a call."""
@@ -55,9 +55,9 @@ class Ledger:
     uses: tuple[Use, ...] = ()
     """The redo log. It has every update that counts, including inherited ones, in the order of (update, epoch)."""
     ended: Void | None = None
-    """The `void` that ended this lineage and names the lineage that continues it. None if this lineage hasn't ended."""
+    """The `void` that ended this lineage, or None. It also names the lineage that continues this one."""
     taken: dict[str, set[str]] = field(default_factory=dict, repr=False, compare=False)
-    """The calls of each tape that an update trained on or set aside. The loop must not use these calls again."""
+    """The calls that an update trained on or set aside, by tape. The loop must not use these calls again."""
 
     @property
     def next_update(self) -> int:
@@ -65,8 +65,8 @@ class Ledger:
         return self.uses[-1].update + 1 if self.uses else 0
 
     def taught(self, before: int) -> dict[str, list[int]]:
-        """Return the updates below `before` that trained on any token of a tape, by tape. The tapes have the order of
-        their first use.
+        """Return, by tape, the updates below `before` that trained on any of its tokens. Tapes are in the order of
+        first use.
 
         The weights after `before` updates were trained on these tapes.
         """
@@ -131,7 +131,8 @@ class Lineages:
         return found
 
     def _voids(self) -> list[Void]:
-        """Return the voids that count. Such a void has no lead, or the last lead that wrote in its lineage."""
+        """Return the voids that count. A void counts if it has no lead, or if its lead was the last one to write in its
+        lineage."""
         leads: dict[str, int] = {}
         for record in (*self.voids, *(use for uses in self.uses.values() for use in uses)):
             leads[record.lineage] = max(leads.get(record.lineage, 0), record.lead or 0)

@@ -1,8 +1,8 @@
 """Reads the lines of one segment in order, up to its end or to the first break.
 
-A reader never skips a line. At a break, it must be decided whether the bytes there had been durable. They had been
-durable if a later line that provably belongs to this segment states that (its `c` counts the line at the break), or if
-a pin covers them. In this case they were changed later, and the segment is *corrupt*. Otherwise, the tail is *torn*. An
+A reader never skips a line. At a break, the question is whether the bytes there had been durable. A pin that covers
+them proves it. So does a later line that provably belongs to this segment and counts the line at the break in its `c`.
+If the bytes had been durable, they were changed later, and the segment is *corrupt*. Otherwise, the tail is *torn*. An
 ordinary crash leaves a torn tail, but the bytes alone can't show the cause.
 """
 
@@ -21,7 +21,7 @@ from .disk import REAL, Disk, read_file
 from .segment import MAX_LINE, ZERO, BadLine, Chain, Line, parse_line, peek, read_body, segment_names
 
 PINS = "pins.json"
-"""Name of the file in a run directory with the heads of all segments that were sealed when a store was last closed."""
+"""Name of a file in the run directory. It has the heads of all segments that were sealed when a store last closed."""
 
 
 def read_pin_file(disk: Disk, path: Path) -> dict[str, str]:
@@ -37,11 +37,11 @@ def read_pin_file(disk: Disk, path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """The place in a segment's file at which the intact lines end although more bytes follow, and the reason."""
+    """The place in a segment's file where the intact lines end although more bytes follow. `why` is the reason."""
 
     segment: str
     offset: int
-    """Number of bytes before the break, which are intact."""
+    """Number of intact bytes before the break."""
     n: int
     """Number of lines before the break."""
     size: int
@@ -66,9 +66,9 @@ class Break:
 def segment_sizes(folder: Path, disk: Disk) -> dict[str, int]:
     """Return the size in bytes of each segment at one moment, in the order of creation.
 
-    A live writer may seal a segment and continue in a new one while others read. A reader that reads each segment only
-    up to these sizes finds no record without the records before it. The sizes are read from the newest segment to the
-    oldest, because a writer seals its old segment before it writes to the new one.
+    A live writer may seal a segment and continue in a new one while others read. A reader that stops at these sizes
+    never finds a record without the records before it. The sizes are read from the newest segment to the oldest,
+    because a writer seals its old segment before it writes to the new one.
     """
     names = segment_names(disk.names(folder))
     sizes = dict.fromkeys(names, 0)
@@ -151,10 +151,11 @@ class _Run:
     frontier: int
     sealed: bool
     own: bool
-    """True if a line in the run proves that the run belongs to this segment, without a hash link to the intact part."""
+    """True if a line in the run itself proves that the run belongs to this segment, without a hash link to the intact
+    part."""
 
     def proves(self, chain: Chain) -> str | None:
-        """Return how this run, if it is part of the segment, proves that the next line was durable, or None."""
+        """Return why the line at the break must have been durable if this run is part of the segment, or None."""
         first = self.first
         if self.sealed:
             return "the segment was sealed after it"
@@ -255,7 +256,7 @@ _MENDABLE = 16 * 1024
 
 
 def _mend(file: BinaryIO, chain: Chain, offset: int) -> tuple[Line, int] | None:
-    """Return the line at the break and its length if flipping one bit restores the line that belongs there.
+    """Try to restore the line at the break by flipping one bit. Return the line and its length, or None.
 
     A flip in a newline joins two lines, so the search covers both.
     """

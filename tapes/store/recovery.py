@@ -9,9 +9,8 @@ It holds the folder's lock and takes these steps in order:
 4. Open a new segment whose first line pins every head that was found.
 5. In the new segment, record the end of each episode that a dead writer left open, with the status `crashed`.
 
-Another crash may interrupt any step, and the next recovery then repeats it. This is safe because the copy of a tail is
-durable before the cut, a segment counts as finished only when a later segment pins its seal, and an episode without an
-end remains open.
+If another crash interrupts a step, the next recovery repeats it. This is safe: the copy of a tail is durable before the
+cut. A segment counts as finished only when a later segment pins its seal. An episode without an end remains open.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Torn:
     offset: int
     size: int
     kept: str
-    """Name of the file, in the folder of the segments, to which these bytes were moved."""
+    """Name of the file that now holds these bytes. It is in the folder of the segments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +130,8 @@ def _hold_dead(folder: Path, disk: Disk, segments: list[Segment], found: Recover
 
 
 def _kept_pins(path: Path, disk: Disk) -> dict[str, str]:
-    """Return the heads in `pins.json`, which is replaced whenever a store is closed. There are no pins before the first
-    close."""
+    """Return the heads in `pins.json`, which is replaced whenever a store is closed. Before the first close, the result
+    is empty."""
     try:
         return read_pin_file(disk, path)
     except FileNotFoundError:
@@ -178,7 +177,7 @@ def _clear_parts(folder: Path, disk: Disk) -> None:
 
 
 def tips(segments: list[Segment], live: set[str], folder: Path, disk: Disk) -> dict[str, str]:
-    """Return the head of each segment whose head no later segment pins yet. As pins, they cover every line.
+    """Return the segment heads that no later segment pins yet. Used as pins, they cover every line.
 
     In a live writer's segment, the head is the hash of the last line below the frontier. A power cut may still lose
     lines above the frontier, and a pin on a lost line would look like tampering.
@@ -208,7 +207,7 @@ def head_at(folder: Path, disk: Disk, segment: Segment, n: int) -> str:
 
 
 def unmet_pins(segments: list[Segment], index: Index, kept: dict[str, str]) -> list[str]:
-    """Return a sentence for each pin in the segments or in `kept` whose line is in no segment.
+    """Return a sentence for each pinned line that is in no segment. The pins are in the segments and in `kept`.
 
     Most pins name a segment's last line and can be checked without reading the segment. A segment with other pins is
     read once. The index keeps the pins that were found, so the next start doesn't read them again.
@@ -230,10 +229,10 @@ def unmet_pins(segments: list[Segment], index: Index, kept: dict[str, str]) -> l
 
 
 def owner(segments: list[Segment], tape: Summary, index: Index) -> str:
-    """Return the newest segment of the writer to which this open tape belongs.
+    """Return the newest segment of the writer that writes this open tape.
 
-    The search begins at the segment with the tape's last record and follows the `next` names in full segments.
-    Otherwise, an episode that wrote nothing since its live writer rotated would be ended as crashed.
+    The search begins at the segment with the tape's last record and follows the `next` names in full segments. Without
+    this, an episode would be ended as crashed if it wrote nothing since its live writer began a new segment.
     """
     by_name = {segment.name: segment for segment in segments}
     name = index.places(tape.id)[-1].segment

@@ -1,8 +1,8 @@
 """A run directory has the run's configuration, its results so far, its metrics and its store.
 
-The configuration is written when the run begins, and must be the same when the run is resumed, apart from a few
-settings. When a change is recorded, the file gets the new value, and a comment at its top gives the old one.
-`results.json` is replaced as a whole whenever there is a new result that a resumed process must not compute again.
+The configuration is written when the run begins. When the run is resumed, only a few settings may differ. If a change
+is recorded, the file gets the new value, and a comment at the top of the file gives the old value. `results.json` is
+replaced as a whole at each result that a resumed process must not compute again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class HeldOut(Value):
     metrics: dict[str, float]
     """Mean of every reward component and metric."""
     lengths: dict[str, float | None] = Field(default={})
-    """Statistics on turns, tokens and ends of the episodes, under the names that they have in the metrics."""
+    """Statistics on turns, tokens and ends of the episodes, under the same names as in the metrics."""
     reward: dict[str, float | int | None] | None
     """Mean reward over tasks and its interval, under the keys value, low, high and tasks."""
     pass_at: dict[str, dict[str, float | int | None] | None]
@@ -57,8 +57,8 @@ class HeldOut(Value):
     agents: dict[str, float | None] | None = None
     """Mean reward of each agent, by path. Set if `loop.by_agent` is on."""
     change: dict[str, float | int | None] | None = None
-    """Difference between this evaluation and the one before training, paired by task, with the same keys as `reward`.
-    It is set only in the evaluation at the end."""
+    """Difference from the evaluation before training, paired by task. It has the same keys as `reward`, and is set only
+    in the final evaluation."""
 
 
 Evaluations = dict[str, HeldOut]
@@ -95,7 +95,7 @@ class Results(BaseModel):
     task_rates: dict[str, tuple[int, int]] = {}
     """(Number passed, number tried) of each task, by hash. The curriculum read these numbers when the run began."""
     imitated: list[str] | None = None
-    """Ids of this run's copies of the tapes for the warm start."""
+    """Ids of the tapes for the warm start, as copied into this run."""
     corpus: list[str] | None = None
     """Ids of the tapes from `loop.corpus`, or None until all of them are written."""
     corpus_digest: str | None = None
@@ -129,8 +129,8 @@ class Results(BaseModel):
 
 
 Change = Callable[["RunDir", Any, Any], str]
-"""A function that is called with (run, old value of a setting, new value). It returns a phrase for the file that says
-when the setting was changed. It may adapt the results to the new value, and raises UsageError to refuse the change."""
+"""A function of (run, old value of a setting, new value). It returns a phrase for the file that describes when the
+setting was changed. It may also adapt the results to the new value, or raise UsageError to refuse the change."""
 
 
 class RunDir:
@@ -148,12 +148,13 @@ class RunDir:
 
     @property
     def fruitless(self) -> bool:
-        """Whether no episode has a result yet, because a fault in the environment, model or Tapereel ended each one."""
+        """Whether every episode so far was ended by a fault in the environment, model or Tapereel, so that none has a
+        result."""
         return not any(summary.trainable for summary in self.store.summaries(closed=True))
 
     def save(self) -> None:
-        """Write the results, which are durable when this returns. Raises LeaseLost if this process no longer leads the
-        run."""
+        """Write the results, which are durable when this returns. Raises LeaseLost if this process has lost its
+        lease."""
         self.results.write(self.path, self.store.check_lead)
 
     @contextmanager
@@ -171,8 +172,8 @@ class RunDir:
         table[name] = round(table.get(name, 0.0) + seconds, 3)
 
     def metrics(self, line: Mapping[str, object]) -> None:
-        """Append `line`, with the epoch of this lead as its first value, to metrics.jsonl. Then call the listeners.
-        Raises LeaseLost if this process no longer leads the run."""
+        """Append `line` to metrics.jsonl, with an additional first value, the epoch of this lead. Then call the
+        listeners. Raises LeaseLost if this process has lost its lease."""
         lead = {} if self.store.lease is None else {"lead": self.store.lease.epoch}
         append_metrics(self.path / METRICS, {**lead, **line}, check=self.store.check_lead)
         for listener in self.listeners:
@@ -196,10 +197,10 @@ def open_run(
 ) -> Iterator[RunDir]:
     """Begin the run at `path`, or resume it.
 
-    `begin()` returns the first results of a new run. In a resumed run, some settings may differ from the file. Those in
-    `free` (dotted keys) and every `FreeAtResume` setting may always differ, and the file keeps their old values.
-    Settings in `changes` may differ if their function allows it, and settings in the groups `engines` may differ until
-    an episode has a result. The file records the changes of these two kinds.
+    `begin()` returns the first results of a new run. When a run is resumed, some settings may differ from its file. The
+    settings in `free` (dotted keys) and all `FreeAtResume` settings may always differ, and the file keeps their old
+    values. A setting in `changes` may differ if its function allows the change. A setting in the groups `engines` may
+    differ if no episode has a result yet. Changes to settings in `changes` and `engines` are recorded in the file.
 
     Raises UsageError if a run exists at `path` and `resume` is false, if another program wrote the tapes there, or if
     another process leads the run. Raises ConfigError if the run has a different configuration. The store is sealed when
@@ -299,8 +300,8 @@ def append_metrics(path: Path, line: Mapping[str, object], *, check: Check = lam
 
 def read_metrics(path: Path) -> list[dict[str, JsonValue]]:
     """Return the complete lines in a metrics.jsonl as they were passed to `RunDir.metrics`, or an empty list if the
-    file is missing. Lines that a lead wrote after it was replaced are left out. Raises NotATape if a line isn't a JSON
-    object."""
+    file is missing. Lines from a lead that had already been replaced are left out. Raises NotATape if a line isn't a
+    JSON object."""
     try:
         lines = counted_lines(read_file(path))
     except FileNotFoundError:
@@ -363,8 +364,8 @@ def _change(run: RunDir, config: BaseModel, free: Collection[str], changes: Mapp
 
 
 def _keep_counted(path: Path, check: Check, where: Callable[[bytes], bool] = lambda line: True) -> None:
-    """Replace the file with a copy of the lines that count, so that an earlier lead that still has the old file open
-    can't append to the new one. A last line without a newline is dropped, since the next line would extend it."""
+    """Replace the file with a copy of the lines that count. If an earlier lead still has the old file open, it then
+    can't append to the new file. A last line without a newline is dropped, since the next line would extend it."""
     if path.exists():
         lines = [line for line in counted_lines(read_file(path)) if line.endswith(b"\n")]
         put_file(REAL, path, b"".join(filter(where, lines)), check=check)

@@ -44,7 +44,7 @@ def next_name(names: list[str], nonce: str) -> str:
     """Return the name of the next segment. It starts with a number, not a time, so names sort by creation.
 
     The nonce (6 hex digits) makes the name unique. After a crash, a file system may fill a new file with old blocks. If
-    these contain a whole segment of another run, the name in its `open` line shows that it isn't this one.
+    these blocks hold a whole segment of another run, the name in its `open` line differs from the file's name.
     """
     return f"{int(names[-1][:6]) + 1 if names else 1:06d}-{nonce}"
 

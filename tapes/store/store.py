@@ -181,7 +181,7 @@ class Store:
             ) from error
 
     def abandon(self) -> None:
-        """Release the run without sealing the segment, so that it is in the same state as if the process had died."""
+        """Release the run without sealing the segment, as if the process had died."""
         if self._writer is not None:
             self._writer.abandon()
         self._close_index()
@@ -201,10 +201,10 @@ class Store:
         return self._writer
 
     def append_layer(self, record: Record) -> None:
-        """Queue a record that is written after the end of its tape, or that has no tape (`use`, `void`, `publish`).
+        """Queue a record that follows the end of its tape or belongs to no tape (`use`, `void`, `publish`).
 
-        If this process leads the run, a `use`, `void` or `publish` record carries the epoch of its lease. In this case,
-        raises LeaseLost if the process has lost the lease.
+        If this process leads the run, the epoch of its lease is added to a `use`, `void` or `publish` record. If the
+        process has lost the lease, this raises LeaseLost instead.
         """
         if self.lease is not None and isinstance(record, Use | Void | Publish):
             self.check_lead()
@@ -212,7 +212,7 @@ class Store:
         self.writer.append(record.body())
 
     def record_files(self, *paths: Path, open: bool = False) -> None:
-        """Queue a record with the digests of these files, which `verify` and `--resume` compare with the files later.
+        """Queue a record with the digests of these files. Later, `verify` and `--resume` compare the files with it.
         Files that are missing or outside the run are left out.
 
         If `open` is true, the files may still change or appear before the run is closed, so they are recorded without
@@ -237,14 +237,14 @@ class Store:
 
     def damage(self, folder: Path) -> list[str] | None:
         """Return a sentence for each file below `folder` that differs from its recorded digest, is missing, or was
-        added. Return None if no record has a digest for a file below the folder."""
+        added. Return None if no file below the folder has a recorded digest."""
         known = {self.path / name: digest for name, digest in self.files.items() if digest is not None}
         mine = {path: digest for path, digest in known.items() if path.is_relative_to(folder)}
         return damage(folder, mine) if mine else None
 
     def edited(self) -> list[str]:
-        """Return a sentence for each file (configuration, results, metrics or recipes) that was changed or removed
-        since the run was closed. The list is empty while the run is open and after a crash."""
+        """Return a sentence for each file that was changed or removed after the run was closed. The files are the
+        configuration, results, metrics and recipes. The list is empty while the run is open and after a crash."""
         mine = {name: digest for name, digest in self.files.items() if digest is not None and "/" not in name}
         return [text for name, digest in mine.items() if (text := changed(self.path / name, digest)) is not None]
 
@@ -259,7 +259,7 @@ class Store:
         self._check_recorded(lease, own=1)
 
     def check_lead(self) -> None:
-        """Raise LeaseLost if this process led the run but no longer does. Call it before writing a file of the run."""
+        """Raise LeaseLost if this process has lost its lease. Call this before writing one of the run's files."""
         if self.lease is not None:
             self.lease.check()
             self._check_recorded(self.lease, own=1)
@@ -281,9 +281,9 @@ class Store:
             )
 
     def record_weights(self, *publishes: Publish) -> None:
-        """Queue the `publish` records of those versions of the weights that have no record in the store yet.
+        """Queue these `publish` records, except for versions of the weights that already have a record in the store.
 
-        A version must have only one digest. If it had two records, a reader couldn't tell which one is right.
+        A version must have only one digest. If it had two records, a reader couldn't tell which digest is right.
         """
         known = self.published
         for publish in publishes:
@@ -293,7 +293,8 @@ class Store:
 
     @property
     def published(self) -> dict[str, Publish]:
-        """The `publish` record of each version of the weights. If two leads recorded it, the later one counts."""
+        """The `publish` record of each version of the weights. If two leads recorded a version, the later lead's record
+        counts."""
         found: dict[str, Publish] = {}
         for stored in self.run_records("publish"):
             publish = cast(Publish, stored.record)
@@ -305,12 +306,13 @@ class Store:
 
     @cached_property
     def index(self) -> Index:
-        """The index in which `tapes` and `tape` look up tapes. For other queries, use `index.tapes(where, values)`."""
+        """The index, which `tapes` and `tape` use to look up tapes. For other queries, use `index.tapes(where,
+        values)`."""
         return Index(self.folder, disk=self.disk, path=self._index_path)
 
     def refresh(self) -> dict[str, Break]:
-        """Read the lines that were written since the last refresh. Return the break of each torn segment by the
-        segment's name. Raises Corrupt if durable bytes changed."""
+        """Read the lines that were written since the last refresh. Return the breaks of torn segments, by segment name.
+        Raises Corrupt if durable bytes changed."""
         breaks = self.index.refresh()
         for broken in breaks.values():
             if broken.verdict == "corrupt":
@@ -321,8 +323,8 @@ class Store:
     def summaries(self, **where: Unpack[Where]) -> list[Summary]:
         """Return summaries of the matching tapes in the order in which they began. Only the index is read.
 
-        `version` selects tapes with a call that this policy version sampled. `closed` selects tapes that have an end
-        (True) or that have no end yet (False). A value of None is the same as a missing key.
+        `version` selects tapes with a call that this policy version sampled. `closed=True` selects tapes with an end,
+        and `closed=False` tapes that are still open. A value of None is the same as a missing key.
         """
         self.refresh()
         # SQLite accepts no integer of more than 64 bits, so rewards are passed as floats.
@@ -330,7 +332,7 @@ class Store:
         return self.index.tapes(" and ".join(chosen) or "1", chosen.values())
 
     def tapes(self, **where: Unpack[Where]) -> Iterator[Tape]:
-        """Yield the matching tapes, each read when the iteration reaches it. `where` is the same as for `summaries`."""
+        """Yield the matching tapes. Each one is read when it is reached. `where` is the same as for `summaries`."""
         for summary in self.summaries(**where):
             yield self.tape(summary.id, refresh=False)
 
@@ -394,7 +396,8 @@ class Store:
         return self._read_on({})
 
     def _read_on(self, readers: dict[str, SegmentReader]) -> Iterator[Stored]:
-        """Yield the records that come after the positions of `readers` (segment -> reader). Adds missing readers."""
+        """Yield the records after the positions of `readers`, given by segment name. Missing readers are added to the
+        dict."""
         for name, size in segment_sizes(self.folder, self.disk).items():
             reader = readers.setdefault(name, SegmentReader(self.folder, name, disk=self.disk))
             reader.end = size
@@ -434,7 +437,8 @@ class Store:
 
 
 def check_folder(folder: str | Path) -> None:
-    """Raise Corrupt if a file in this checkpoint of a run differs from the run's records. Any other folder passes."""
+    """Raise Corrupt if `folder` is a checkpoint of a run and a file in it differs from the run's records. Any other
+    folder passes."""
     path = Path(os.path.realpath(folder))  # `resolve` raises RuntimeError for a link to itself
     run = next((above.parent for above in path.parents if above.name == "checkpoints"), None)
     if run is not None and (run / "tapes").is_dir():

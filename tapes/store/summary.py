@@ -26,10 +26,10 @@ _PLAIN = r'[^"\\]*'
 
 
 def _leading(cls: type[Record], *names: str) -> re.Pattern[bytes]:
-    """Return a pattern for the start of a body of class `cls`, up to the last of `names`. Each name has a group.
+    """Return a pattern for the start of a `cls` record's body, up to the last of the fields `names`, each with a group.
 
-    A body's fields have the order of its class. So the first fields can be read without the content, which is most of a
-    run's bytes. A body that doesn't match, for example because a string has an escape, must be read as JSON.
+    A body has its fields in the order of its class. So the first fields can be read without the content, which is most
+    of a run's bytes. If a body doesn't match, for example because a string has an escape, it must be read as JSON.
     """
     t, *fields = cls.model_fields
     pattern = rf'\{{"{t}":"{cls.model_fields[t].default}"'
@@ -68,7 +68,7 @@ class CallFacts(NamedTuple):
     keep: int
     """Number of prompt tokens that the call shares with its base."""
     prompt: str | None
-    """The ids of the prompt's other tokens, or None if the engine accepted only text."""
+    """The prompt's token ids after the shared ones, or None if the engine accepted only text."""
     completion: str | None
     logprobs: str | None
     usage: dict[str, Any]
@@ -150,13 +150,13 @@ class Summary(NamedTuple):
 
     @property
     def trainable(self) -> bool:
-        """Whether the reward measures the agent, because no fault in the environment, model or machine ended the
+        """Whether the reward measures the agent. It doesn't if a fault in the environment, model or machine ended the
         episode."""
         return trains(Status(self.status) if self.status else None, CauseType(self.cause) if self.cause else None)
 
 
 BEGUN = Summary._fields.index("status")
-"""Number of fields, from the first one, that the `begin` determines. Later records change the other fields."""
+"""The `begin` determines this number of leading fields. Later records change the other fields."""
 
 
 class TapeFold:
@@ -241,7 +241,7 @@ def _read(body: bytes) -> dict[str, Any]:
 
 
 def read_begin(body: bytes, segment: str = "", n: int = 0) -> Summary:
-    """Return the summary after a `begin`, which is line `n` of `segment`."""
+    """Return the summary of a tape that has only its `begin`, which is line `n` of `segment`."""
     read = _read(body).get
     env = read("env") or {}
     return Summary(
@@ -326,7 +326,7 @@ _READERS = {
 
 
 def attempts_of(closed: Iterable[Summary]) -> dict[str, list[Summary]]:
-    """Return task hash -> one episode for each attempt. This is the attempt's last episode that counts
+    """Return one episode for each attempt, by task hash. This is the attempt's last episode that counts
     (`Summary.trainable`), or its first episode if none of them counts."""
     found: dict[str, dict[tuple[str, int], Summary]] = {}
     for s in closed:

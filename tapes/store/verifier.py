@@ -1,10 +1,9 @@
 """Verification reads every line of a run without the index. It reports what holds, the damage, and what isn't checked.
 
-A run is broken if bytes below a frontier, a seal or a pin differ from the bytes that were written, if a record names
-something that is missing, or if a token or an episode is not accounted for (`books`). A run is undecided if it has a
-torn tail that no recovery has set aside, if a segment that nothing pins is missing, if a gap may come from a crash or a
-deleted file, or if a record has a part that only a newer version knows. Verification runs no agent, environment or
-model, and changes nothing.
+A run is broken if bytes below a frontier, a seal or a pin have changed, if a record names a missing thing, or if a
+token or an episode is not accounted for (`books`). A run is undecided if it has a torn tail that no recovery has set
+aside, or if an unpinned segment is missing. It is also undecided if a gap may come from a crash or a deleted file, or
+if only a newer version knows a part of a record. Verification runs no agent, environment or model, and changes nothing.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ class SegmentReport(Value):
     size: int
     """Number of bytes in these lines."""
     head: str
-    """Hash of the last of these lines. If it is used as a pin, it covers all of them."""
+    """Hash of the last of these lines. As a pin, it covers them all."""
     frontier: int
     """Number of lines that were durable according to the segment itself."""
     sealed: bool
     reason: str | None
     """The reason in the segment's seal (`closed`, `full` or `exit`), or None if the segment has no seal."""
     next: str | None
-    """Name of the segment that continues this one, or None. The seal of a full segment has this name."""
+    """Name of the segment that continues this one, as stated in the seal of a full segment. Otherwise None."""
     live: bool | None
     """Whether a writer holds the segment's lock, or None if the lock can't be tested."""
     problem: str | None = None
@@ -64,8 +63,8 @@ class SegmentReport(Value):
 class Report(Value):
     """What `verify` found.
 
-    `exit_code` is 1 (broken) if `broken` has entries, otherwise 2 (undecided) if `torn`, `holes`, `unsettled` or
-    `unknown` has entries or the run has no segments, and otherwise 0 (holds).
+    `exit_code` is 1 (broken) if `broken` has entries. Otherwise, it is 2 (undecided) if the run has no segments or if
+    `torn`, `holes`, `unsettled` or `unknown` has entries. In all other cases, it is 0 (holds).
     """
 
     run: str
@@ -78,11 +77,11 @@ class Report(Value):
     broken: tuple[str, ...]
     """Sentences about damage."""
     torn: tuple[str, ...]
-    """Sentences about tails above the frontier that are not whole lines."""
+    """Sentences about bytes above a frontier that don't form whole lines."""
     holes: tuple[str, ...]
     """Numbers of missing segments that nothing pins."""
     unsettled: tuple[str, ...]
-    """Sentences about gaps that either a crash or a deleted or shortened file can leave."""
+    """Sentences about gaps that may come from a crash, but also from a deleted or shortened file."""
     unknown: tuple[str, ...] = ()
     """Sentences about parts of records that this version doesn't know."""
     set_aside: tuple[str, ...]
@@ -118,10 +117,10 @@ class _Fold:
         self.pictures = _Pictures()
         self.files: dict[str, str | None] = {}
         self.leads: dict[int, str] = {}
-        """The segment that has the `lead` record of each epoch."""
+        """Name of the segment with the `lead` record, by epoch."""
         self.records = 0
         self._unknown: dict[tuple[str, str | None], tuple[int, str]] = {}
-        """(Number of records, place of the first record) for each unknown part and the version that wrote it."""
+        """(Number of records, place of the first one), by (unknown part, version that wrote it)."""
         self._wrote: dict[str, str] = {}
         """The package version that recorded each tape."""
 
@@ -182,15 +181,14 @@ class _Pictures:
         self._shown: dict[str, set[str]] = {}
         """Names (`_named`) of the pictures in each tape's steps and requests. A fork of an unread tape has no entry."""
         self._sizes: dict[tuple[str, int, int], str] = {}
-        """The tape whose record has this (file, width, height)."""
+        """The tape that recorded the size, by (file, width, height)."""
         self._placed: list[tuple[str, str, Place, bytes, bool, bool]] = []
         """(call, processor and agent, place, hash of its ids, whether they are all equal, whether its ends are
         plausible).
         """
         self._processors: dict[str, str] = {}
         self._calls: dict[str, tuple[list[tuple[int, Message]], list[Place]]] = {}
-        """Call with pictures -> ((message index, part) for each picture and video, places in the call's prompt).
-        """
+        """For each call with pictures: (message index, part) of each picture or video, and the prompt's places."""
 
     def add(self, record: Begin | StepRecord | Call) -> list[str]:
         """Add a record, and return a sentence for each disagreement."""
@@ -480,8 +478,8 @@ def _check_media(folder: Path, disk: Disk, found: _Fold) -> int:
 
 
 def _check_files(path: Path, found: _Fold) -> int:
-    """Compare each file that has a recorded digest, and return the number of these files. A whole checkpoint may be
-    missing, because old checkpoints are deleted."""
+    """Compare files with their recorded digests, and return the number of compared files. A checkpoint that is missing
+    as a whole is skipped, because old checkpoints are deleted."""
     compared, whole = 0, dict[Path, dict[Path, str]]()
     if os.path.lexists(path / "checkpoints") and not (path / "checkpoints").is_dir():
         found.broken.append(f"{path / 'checkpoints'} is not a folder")
@@ -502,7 +500,7 @@ def _check_files(path: Path, found: _Fold) -> int:
 
 
 def _unsettled(path: Path, reports: list[SegmentReport], found: _Fold, wanted: _Pins, disk: Disk) -> list[str]:
-    """Return sentences about gaps that either a crash or a shortened or deleted file can leave."""
+    """Return sentences about gaps that may come from a crash, but also from a shortened or deleted file."""
     kept = dict[str, str]()
     # The pins are read after the locks were tested, because a writer may have closed its segment just before the test.
     with contextlib.suppress(OSError, ValueError):
@@ -539,7 +537,8 @@ def _unsettled(path: Path, reports: list[SegmentReport], found: _Fold, wanted: _
 
 
 def _after(folder: Path, reports: list[SegmentReport], last: _Pins, wanted: _Pins, disk: Disk) -> Iterator[str]:
-    """Yield a sentence for each segment with bytes that neither the pins in `last` nor pins in covered lines cover."""
+    """Yield a sentence for each segment with bytes that no pin covers. The pins are `last` and all pins in covered
+    lines."""
     covered: dict[str, int] = {}
     todo = [pin for pin in wanted.met if pin in last.of_segment or pin[1] in last.anywhere]
     while todo:

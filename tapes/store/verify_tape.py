@@ -10,8 +10,8 @@ h is the SHA-256 of the line's bytes before its last ,"h":
 p is the h of the previous line. In the first line, it is 64 zeros or one of the heads that b pins.
 The first b is {"t":"open","segment":...,"pins":{segment: head}}. A head, like the HASH of a --pin, is the h of a line
 that the segment must have. A `commit` or `seal` has the h of the first line as "opened". A seal is its segment's last
-line, and its c equals its n. A tape's digest d begins as SHA-256("tapereel/1"). For each `begin`, `step`, `call` and
-`reward` of the tape up to its `end`, and for the `end`, in order, d becomes SHA-256(d + b) with the record's bytes b.
+line, and its c equals its n. A tape's digest d begins as SHA-256("tapereel/1"). Then each `begin`, `step`, `call` and
+`reward` record of the tape, and at last its first `end`, changes d to SHA-256(d + b), where b is the record's bytes.
 
 The exit code is 0 if all lines are whole and chained and every pin is met, 1 if durable bytes changed, and 2 if neither
 is certain (a torn tail, a missing segment that nothing pins, or no segments). RUN/pins.json is read if it exists.

@@ -37,17 +37,17 @@ from .segment import ZERO, encode_line, next_name, segment_names
 Done = Callable[[StoreFailed | None], None]
 
 CLOSED = "closed"
-"""The `reason` field of the seal that is written when a store is closed. The head of this seal is in `pins.json`."""
+"""The `reason` in the seal that a store writes when it is closed. The hash of this seal is in `pins.json`."""
 NAMED_EVERY = 256
-"""Number of lines after which a writer that is never idle writes a `commit` line. This line also identifies its
-segment. If other lines are damaged, it shows `reader` that the lines around it belong to this file."""
+"""A writer that is never idle writes a `commit` line after this number of lines. The line also identifies its segment.
+If other lines are damaged, `reader` can tell from it that the lines around it belong to this file."""
 
 
 def new_segment(disk: Disk, folder: Path) -> tuple[str, int]:
     """Create and lock the file of the next segment. Return the segment's name and the file's handle.
 
-    The caller must hold the folder's lock. Otherwise, another process could recover the run before the new file is
-    locked, mistake the file for the segment of a dead process, and take it over.
+    The caller must hold the folder's lock. Otherwise, another process that recovers the run could find the new file
+    before it is locked, and take it over as the segment of a dead process.
     """
     name = next_name(segment_names(disk.names(folder)), disk.nonce())
     path = folder / f"{name}.jsonl"
@@ -62,7 +62,7 @@ def new_segment(disk: Disk, folder: Path) -> tuple[str, int]:
 
 
 class FolderLock:
-    """The lock that a process holds while it creates or recovers segments, so that only one does so at a time."""
+    """The lock that a process holds while it creates or recovers segments. Only one process can hold it at a time."""
 
     def __init__(self, disk: Disk, folder: Path) -> None:
         self._disk, self._path = disk, folder / "lock"
@@ -78,8 +78,8 @@ class FolderLock:
 def is_live(folder: Path, name: str, disk: Disk) -> bool | None:
     """Return whether a writer holds the segment's lock, or None if the lock can't be tested.
 
-    The test takes the segment's lock for a moment. It holds the folder's lock too, so that a process that starts a
-    writer meanwhile doesn't mistake the test for a live writer.
+    The test takes the segment's lock for a moment, and holds the folder's lock meanwhile. Otherwise, a process that
+    starts a writer at that moment could mistake the test for a live writer.
     """
     try:
         with FolderLock(disk, folder):
@@ -123,8 +123,8 @@ class SegmentWriter:
     ) -> None:
         """Take over a segment that `new_segment` created, and make its first line durable.
 
-        After `idle` seconds without a new record, the frontier is stated. A record for which no caller waits is synced
-        after at most `max_age` seconds. If `thread` is false, only `commit`, `sync` and `close` write.
+        After `idle` seconds without a new record, the writer states the frontier. If no caller waits for a record, it
+        is synced after at most `max_age` seconds. If `thread` is false, only `commit`, `sync` and `close` write.
         """
         self.folder, self.disk, self.durability = folder, disk, Durability(durability)
         name, self._handle = segment
@@ -193,7 +193,7 @@ class SegmentWriter:
 
     @property
     def head(self) -> str:
-        """Hash (hex) of the last line appended. If it is used as a pin, it covers every line up to that one."""
+        """Hash (hex) of the last line appended. As a pin, it covers all lines so far."""
         return self._head.decode()
 
     @property
@@ -234,8 +234,8 @@ class SegmentWriter:
     # Waiting
 
     async def durable(self) -> None:
-        """Return when every line appended so far would survive a power cut. With durability `os`, return when the lines
-        would survive the death of the process."""
+        """Wait until every line appended so far would survive a power cut or, with durability `os`, the death of the
+        process."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
 
@@ -258,7 +258,8 @@ class SegmentWriter:
             future.result()
 
     def when_durable(self, done: Done) -> bool:
-        """Call `done(None)` in the writer's thread when every line appended so far is durable, or `done(error)`.
+        """Call `done(None)` in the writer's thread when every line appended so far is durable, or `done(error)` on
+        failure.
 
         If every line is durable already, return False and never call `done`. Otherwise, return True.
         """
@@ -388,7 +389,7 @@ class SegmentWriter:
         self.disk.close(old)
 
     def _seal(self, reason: str, following: str | None) -> bytes:
-        """Return the seal's line, which states that all lines before it are durable. The caller must sync those
+        """Return the seal's line, which states that all lines before it are durable. The caller must sync these lines
         first."""
         n = self._appended - self._base
         body = Seal(opened=self._first, reason=reason, next=following).body()
@@ -435,7 +436,7 @@ class SegmentWriter:
             self._poison(error)
 
     def abandon(self) -> None:
-        """Release the lock and write nothing more. The segment stays in the state in which a dead process leaves it."""
+        """Release the lock and write nothing more. The segment is left as a dead process would leave it."""
         if self._stop():
             self.disk.close(self._handle)
 
