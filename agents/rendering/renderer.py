@@ -497,7 +497,7 @@ class Renderer:
 
 
 def _shared_ids(base: Track | None, ids: array[int], places: tuple[Place, ...]) -> int:
-    """Return how many leading ids a prompt shares with a track. Pictures among them must be the same too."""
+    """Return how many leading ids a prompt shares with a track. Equal ids of different pictures aren't shared."""
     if base is None:
         return 0
     return shared_length(keys(base.ids, base.places), keys(ids, places), (*base.places, *places))

@@ -89,7 +89,7 @@ def tool_name(schema: Mapping[str, JsonValue]) -> str:
 
 
 def free_prefix(text: str, fresh: bool, thinking: bool) -> tuple[int, bool, bool]:
-    """Return (n, fresh, thinking) for `text`, the part of an answer that a stream has still to send.
+    """Return (n, fresh, thinking). `text` is the part of an answer that the stream hasn't sent yet.
 
     The first n characters are part of the answer's content, whatever text follows, so the stream can send them. They
     never include text that `read_tool_calls` may later read as part of a call. `thinking` is true inside a thought.

@@ -48,7 +48,7 @@ class Script:
     """One replay of one tape. Single use."""
 
     def __init__(self, tape: Tape, only: int | None = None) -> None:
-        """Replay all turns of the tape, or only the turn `only`. Turns that a fork inherits are not replayed."""
+        """Replay all turns of the tape, or just one turn if `only` is given. A fork's inherited turns are left out."""
         self.tape, self.only = tape, only
         log = tape.log
         begun = tape.begin.parent.turn if tape.begin.parent is not None else 0

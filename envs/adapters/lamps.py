@@ -1,9 +1,9 @@
 """Lamps: the environment of the demo with pictures. At each crossing, the colour of a lamp shows the way.
 
 A task is a walk over several crossings. At each crossing, the agent sees a picture of a lamp and answers with one of
-the letters in `WAYS`. The lamp's colour decides which way is right, and the text doesn't mention it. The size, place,
-shade and background of the lamp vary, and each pixel is noisy. The reward component `right` is the share of crossings
-at which the agent chose the right way.
+the letters in `WAYS`. The lamp's colour decides which way is right, and the text doesn't mention the colour. The size,
+place, shade and background of the lamp vary, and each pixel is noisy. The reward component `right` is the share of
+crossings at which the agent chose the right way.
 """
 
 from __future__ import annotations

@@ -276,7 +276,7 @@ class History:
         report: Callable[[UpdateStats, Sequence[Use]], None] | None = None,
         checkpoint_every: int | None = None,
     ) -> int:
-        """Restore the weights after the last recorded update: load the newest checkpoint and apply later updates again.
+        """Restore the weights of the last recorded update. Load the newest checkpoint, and apply later updates again.
 
         Returns the number of updates that were applied again. `report` is called for each of these updates. With
         `until`, only updates with a lower number are restored. With `checkpoint_every`, the checkpoints that the

@@ -32,12 +32,12 @@ class Credit(Term):
 
     @property
     def needs_value(self) -> bool:
-        """True if the credit reads `stream.value`, a critic's value for each token."""
+        """True if the credit uses `stream.value`, a critic's value for each token."""
         return False
 
     @property
     def bootstraps(self) -> bool:
-        """True if the credit reads `stream.beyond`, a critic's values for the states at which episodes were cut off."""
+        """True if the credit uses `stream.beyond`, a critic's value for each state at which an episode was cut off."""
         return False
 
     @property

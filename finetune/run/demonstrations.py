@@ -319,8 +319,8 @@ def trained_tokens(run: Path) -> int:
 def train_on(
     tokens: int, config: TrainConfig, out: Path, *, most: int, progress: Progress, **scene: Unpack[DemoScene]
 ) -> TrainSummary:
-    """Train in `out` on about `tokens` tokens. If the run ends with fewer tokens, it is made longer, up to `most`
-    updates of its loop. A second call continues the run."""
+    """Train in `out`. While the finished run has trained on fewer than about `tokens` tokens, make it longer. `most` is
+    the maximum number of updates of its loop. A second call continues the run."""
     begun = (recorded_settings(out).get("loop") or {}).get("updates")
     updates = config.loop.updates if begun is None else begun
     while True:

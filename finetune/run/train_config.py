@@ -117,8 +117,8 @@ class TrainConfig(Setup, TrackedConfig):
     def checked(self, resume: bool = False) -> TrainConfig:
         """Make the checks that don't need torch, download the models from the hub, and apply the model's profile.
 
-        This reports a wrong setting at once. With `resume`, the corpus and the runs that `warm` and `curriculum` name
-        aren't checked, because they may be gone. Raises UsageError if a check fails."""
+        This reports a wrong setting at once. With `resume`, the corpus isn't checked, and neither are the runs of
+        `warm` and `curriculum`, because they may have been deleted. Raises UsageError if a check fails."""
         check_models([self.engine, *(player.engine for player in self.players.values())])
         files = {"evaluation.tasks": str(self.evaluation.tasks)}
         if self.loop.corpus is not None and not resume:

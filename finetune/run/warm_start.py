@@ -52,8 +52,8 @@ def choose(
 
 
 def bring_in(source: str | Path, ids: Sequence[str], into: Store, renderer: Renderer) -> list[str]:
-    """Copy these tapes from the run `source`, except those that an earlier call copied. Return the ids of the tapes
-    that are complete in `into` now, in the same order."""
+    """Copy these tapes from the run `source`, except those that an earlier call copied. Return the given ids, without
+    the tapes that aren't complete in `into`."""
     there = {summary.id for summary in into.summaries()}
     with Store.open(source) as store:
         store.refresh()

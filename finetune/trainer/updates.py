@@ -200,7 +200,7 @@ class PolicyTrainer(ABC):
 
     @abstractmethod
     def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
-        """Take one optimiser step on a prepared batch, or only on its episodes `episodes` (E,) bool."""
+        """Take one optimiser step on a prepared batch. `episodes`, a bool mask (E,), limits it to these episodes."""
 
     @abstractmethod
     def end_update(self) -> None:

@@ -109,7 +109,7 @@ def _earns(cut: Sequence[float | None], every: Sequence[float | None]) -> bool:
 
 
 def _called(tape: Tape) -> bool:
-    """Return whether an action or an external program called a tool. The program's later requests hold the result."""
+    """Return True if any tool was called. The call is in an action, or in a later request of an external program."""
     names = {"tool_calls"}
     for call in tape.calls:
         schemas = (call.tools.schemas if call.tools is not None else None) or ()

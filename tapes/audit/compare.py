@@ -77,7 +77,7 @@ class TapeDiff(Value):
     """The first difference, or None if the episodes are equal."""
     settings: tuple[Setting, ...]
     steps: tuple[tuple[StepLine | None, StepLine | None], ...]
-    """The steps after the shared ones, in pairs. A step is None if its tape has no more."""
+    """The steps after the shared ones, in pairs. If one tape is shorter, None takes the place of its missing steps."""
 
     @computed_field
     @property

@@ -1,4 +1,4 @@
-"""Finds the extra that installs an optional package, from the metadata of the installed Tapereel."""
+"""Looks up in Tapereel's package metadata which extra installs an optional package."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ _DEPTH = sys.getrecursionlimit()
 
 
 def settle(process: int) -> None:
-    """Clean up when a guest returns or waits. A lowered recursion limit is restored. If the current process isn't
-    `process`, a guest has forked it. It is then ended, because it shares the run's files and sockets."""
+    """Clean up when a guest returns or waits. A lowered recursion limit is restored. If this process isn't `process`,
+    it is a child that a guest forked. The child exits here, because it shares the run's files and sockets."""
     if os.getpid() != process:
         os._exit(FORKED)
     if sys.getrecursionlimit() < _DEPTH:

@@ -144,8 +144,8 @@ _parts = itertools.count()
 _LEAD = re.compile(rb'\{"lead": (\d{1,15})[,}]')
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _locked: set[int] = set()
-"""Locked handles of this process. A forked child closes its copies, which would keep the locks after the parent's
-death."""
+"""Locked handles of this process. A forked child closes its copies. Otherwise they would keep the locks after the
+parent's death."""
 
 
 def _let_go() -> None:

@@ -30,7 +30,7 @@ Range = tuple[str, str, int, int]
 
 
 def ranges(use: Use, fate: Fate) -> Iterator[Range]:
-    """Yield the tokens with this fate in one update. `use.items` has the trained tokens, and `use.info` the others."""
+    """Yield the tokens that had this fate in an update. `use.items` has trained tokens, `use.info` the others."""
     if fate == "trained":
         for tape, call, start, end, _ in use.items:
             yield tape, call, start, end
