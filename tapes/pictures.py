@@ -47,7 +47,7 @@ class MediaReference(str):
     """Text that names a media file in the form `media:<SHA-256><suffix>`, as returned by `Media.put`.
 
     A step refers to a file through a field of this type. In any other field, the same characters are just text. Only
-    `Media.put` and reading a tape turn text into a reference, so no model or web page can make a run refer to files.
+    Tapereel's own code turns text into a reference, so no model or web page can make a run refer to files.
     """
 
     @property

@@ -498,7 +498,7 @@ class Tape(Sequence[Step]):
 
     def at_turn(self, turn: int) -> Tape:
         """Return the tape as it was after `turn` complete turns, to start a fork from. For `turn` 0, it ends after the
-        first observation. Raises ValueError if `turn` is too large."""
+        first observation. Raises ValueError if `turn` is negative or too large."""
         log = self._visible("at_turn")
         cuts = log.cuts
         if 0 <= turn < len(cuts):

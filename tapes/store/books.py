@@ -6,7 +6,7 @@ number of sampled tokens, a token was counted twice (for example as trained *and
 follow these rules:
 
 1. Tokens in calls without versions and log-probs were authored, not sampled. They are counted separately.
-2. `held_out` has the tokens of tapes from every split except `train` and `demo`.
+2. `held_out` has the tokens of tapes from every split except `train`, `demo` and `corpus`.
 3. `errored` has the tokens of tapes with an end that is never trained on: the system's time limit, an error in the
    environment, the model or Tapereel, or a crash. `cancelled` is a separate place.
 4. A token that several updates name is in only one place: the first of `trained`, `stale`, `filtered` and `context`

@@ -311,7 +311,7 @@ class Index:
         return [Unread(*row) for row in self._ask("select * from unread order by segment, n")]
 
     def rewards(self) -> dict[str, float | None]:
-        """Return the recorded reward of every tape, which is None if nothing was scored."""
+        """Return the recorded reward of every tape. It is None if nothing was scored or a component failed."""
         return dict(self._ask("select id, reward from tapes"))
 
     def written(self, segment: str, since: int) -> set[tuple[str, str]]:
