@@ -63,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
     if args.pictures and args.model_size not in (None, "small"):
         raise UsageError(f"--model-size {args.model_size}: the model of --pictures has one size; remove --model-size")
     begun = begun_demo(args.out) if args.resume and args.out else None
+    if begun is not None and (args.pictures > hasattr(begun, "blind") or args.blind > getattr(begun, "blind", False)):
+        raise UsageError(f"{args.out} was begun without {'--blind' if args.blind else '--pictures'}: remove it")
     made = begun or (PicturesDemoConfig(blind=args.blind) if args.pictures else DemoConfig())
     given = {name: value for name in ("seed", "algo", "model_size") if (value := getattr(args, name)) is not None}
     config = load_config(load_config(made, None, [*given.items()]), args.config, args.sets)
@@ -75,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"--resume: {out} doesn't hold a run; name its folder with --out, or start a run without --resume"
         )
-    take_over(args, out)
+    for run in (out, out / "demonstrations", *out.glob("controls/*")):
+        take_over(args, run)
     with live_progress() as progress:
         summary = demo(config, out, controls=args.controls, resume=args.resume, progress=progress)
     answer(args, summary, _section(summary), _closing(summary))

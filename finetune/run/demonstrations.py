@@ -298,6 +298,11 @@ def prepare(config: DemoConfig, out: Path, *, resume: bool, progress: Progress =
     model, folder, scene = config.model(out), out / "demonstrations", config.scene()
     if not resume and ((out / DEMO).exists() or (out / CONFIG).exists()):
         raise UsageError(f"{out} holds a run already; continue it with `resume=True`, or choose another (`out=...`)")
+    known = begun_demo(out)
+    if known is not None and known.model(out) != model:
+        raise UsageError(
+            f"{out} was begun with {known.model(out).name}, not {model.name}: resume it with the same model"
+        )
     out.mkdir(parents=True, exist_ok=True)
     if not (out / DEMO).exists():
         put_file(REAL, out / DEMO, dump_config(config).encode())

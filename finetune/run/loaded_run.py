@@ -110,11 +110,6 @@ class LoadedRun:
         phases = Phases(policy, config.loop, recipe, config.warm or NO_WARM_START)
         return cls(config, recipe, policy, team, Processes(ranks, policy.model, phases.trainer), scene)
 
-    @property
-    def train_tasks(self) -> Sequence[Task]:
-        """The tasks to train on. There are none if nothing is sampled."""
-        return self.scene.train_tasks if self.scene is not None else ()
-
     def tapes_to_imitate(self) -> Sequence[str]:
         """Return the ids of the tapes that the warm start imitates. They are in another run. Without a warm start,
         return (). Raises UsageError if there are too few tapes."""
@@ -144,9 +139,10 @@ class LoadedRun:
     def draw(self, results: Results) -> Callable[[int], Task] | None:
         """Return a function that draws tasks for the curriculum, or None without a curriculum. It uses the pass rates
         at the start of the run."""
-        config, tasks = self.config.curriculum, self.train_tasks
-        if config is None:
+        config = self.config.curriculum
+        if config is None or self.scene is None:
             return None
+        tasks = self.scene.train_tasks
         if not results.task_rates:
             results.task_rates = _rates_of(config, tasks)
         return _drawn(config, tasks, results.task_rates, self.config.seed)

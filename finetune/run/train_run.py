@@ -165,8 +165,8 @@ def _lead(loaded: LoadedRun, out: Path, resume: bool, progress: Progress) -> Tra
             books = directory.results.books = directory.store.books()
             directory.results.books_close = books.closes
             directory.save()
-            said = advice(directory.store, "train", _loop_lines(out), directory.results.after)
-    return _summary(training, tuple(said))
+            hints = advice(directory.store, "train", _loop_lines(out), directory.results.after)
+    return _summary(training, tuple(hints))
 
 
 def _new_results(loaded: LoadedRun) -> Results:
@@ -181,8 +181,8 @@ def _new_results(loaded: LoadedRun) -> Results:
     return results
 
 
-def _summary(training: Training, said: tuple[str, ...]) -> TrainSummary:
-    """Return the results of the finished run. `said` is the advice about it."""
+def _summary(training: Training, hints: tuple[str, ...]) -> TrainSummary:
+    """Return the results of the finished run, with this advice."""
     results, history, out = training.run.results, training.history, training.run.path
     assert results.books is not None
     lines = _loop_lines(out)
@@ -201,7 +201,7 @@ def _summary(training: Training, said: tuple[str, ...]) -> TrainSummary:
         books_close=results.books.closes,
         model=_model(history),
         report=str(out / REPORT),
-        advice=said,
+        advice=hints,
         compared={name: str(other) for name, other in (history.trainer.others if history.trainer else {}).items()},
     )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import tapereel as tr
-from tapereel.cli import main
+from tapereel.cli import main, scene_arguments
 from tapereel.cli.command import commands
 from tapereel.cli.look.view import configure
 from tapereel.envs.load_named import load_named
@@ -105,6 +105,26 @@ def test_a_resumed_demo_has_the_seed_of_its_run(tmp_path: Path, capsys: pytest.C
         found = answer_of(capsys, "demo", "--resume", *words, *out)
         assert (found["seed"], found["algo"]) == (seed, "rloo")
     assert answer_of(capsys, "demo", *out)["seed"] == 0
+
+
+def test_a_demo_is_resumed_as_the_demo_that_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    main(["demo", "--dry-run"])
+    (tmp_path / "demo.yaml").write_text(capsys.readouterr().out)
+    for words, named in ((("--pictures",), "--pictures"), (("--model-size", "base"), "model-base")):
+        assert named in refusal_of(capsys, "demo", "--resume", *words, "--out", str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["demo.yaml"], "nothing is made before the refusal"
+
+
+def test_a_demo_is_taken_over_in_each_of_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    main(["demo", "--dry-run"])
+    (tmp_path / "demo.yaml").write_text(capsys.readouterr().out)
+    (tmp_path / "controls" / "sft").mkdir(parents=True)
+    ended: list[Path] = []
+    monkeypatch.setattr(scene_arguments, "end_lease", lambda run: ended.append(Path(run)))
+    refusal_of(capsys, "demo", "--resume", "--take-over", "--out", str(tmp_path))
+    assert ended == [tmp_path, tmp_path / "demonstrations", tmp_path / "controls" / "sft"]
 
 
 def test_a_recipe_that_there_is_not(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
