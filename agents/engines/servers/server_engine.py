@@ -171,8 +171,9 @@ class RemoteEngine:
         """`_moment` when the last sync in a mode other than `drain` began. Completions that were in flight at that time
         may have tokens from two versions."""
         self._restored: dict[str, int] = {}
-        """For each restarted server's address, the `_moment` at which its weights were restored. All requests on the
-        server ended at that moment. If a request had no token by then, its answer names no weight version."""
+        """For each restarted server's address, the `_moment` at which it began to get the run's weights again. The
+        pause before the weights ends all requests on the server, also those sent between that moment and the pause. If
+        a request had no token by then, its answer names no weight version."""
         self._broken: Exception | None = None
         """The error of a failed weight sync, or None. It is never cleared, because the weights stay unknown to this
         engine."""
@@ -475,7 +476,7 @@ class RemoteEngine:
         `flight.moment` means that the request was sent during a sync. `_mixed > flight.moment` means that a sync in a
         mode other than `drain` began later. A `drain` sync doesn't count, because it waits until the request has
         ended."""
-        if not found.ids and found.finish == "abort" and self._restored.get(flight.server.url, 0) > flight.moment:
+        if not found.ids and found.finish == "abort" and self._restored.get(flight.server.url, -1) >= flight.moment:
             problem = f"{flight.server} ended a request before its first token, to get the run's weights again"
             raise ForeignWeights(problem, retry=True)
         if found.spans is not None or not found.ids:

@@ -264,12 +264,15 @@ def test_a_server_that_was_started_anew_gives_nothing_until_it_has_the_weights()
     using([anew, well], test)
 
 
-def test_a_request_that_a_restarted_server_ends_without_a_token_is_asked_again() -> None:
-    """Another request found its weights wrong, and the pause before they are sent ends all requests there."""
+@pytest.mark.parametrize("late", [False, True])
+def test_a_request_that_a_restarted_server_ends_without_a_token_is_asked_again(late: bool) -> None:
+    """Another request found its weights wrong, and the pause before they are sent ends all requests there. The ended
+    request was sent at the same time as the other one, or `late`: between its answer and the pause."""
 
     class Restarted(FaultyServer):
         async def waiting(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             self.faults.append(self.at_once)
+            self.waits.set()
             await self.paused.wait()
             return web.json_response(self.answer(body, 0, "abort"))
 
@@ -278,19 +281,27 @@ def test_a_request_that_a_restarted_server_ends_without_a_token_is_asked_again()
 
         async def step(self, request: web.Request) -> web.StreamResponse:
             if request.path == "/pause":
+                self.pausing.set()
+                await self.waits.wait()
                 self.paused.set()
             return await super().step(request)
 
         def __init__(self) -> None:
             super().__init__()
-            self.paused = asyncio.Event()
+            self.pausing, self.waits, self.paused = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     server = Restarted()
 
     async def test(engine: RemoteEngine) -> None:
+        server.waits.set()
         await engine.sync_weights(WEIGHTS, "run:1")
-        server.version, server.faults, server.paused = "default", [server.waiting], asyncio.Event()
-        both = await asyncio.gather(engine.complete(ask("a")), engine.complete(ask("a")))
+        server.pausing, server.waits, server.paused = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        server.version, server.faults = "default", [server.at_once] if late else [server.waiting]
+        asked = [asyncio.create_task(engine.complete(ask("a")))]
+        if late:
+            await server.pausing.wait()
+            server.faults.append(server.waiting)
+        both = await asyncio.gather(engine.complete(ask("a")), *asked)
         assert [said.spans for said in both] == [(("run:1", 0, 5),)] * 2
         assert len(server.asked) == 4, "each was asked twice"
 
