@@ -104,6 +104,13 @@ class Task(Value):
         return self.filled(self.private) if self.bare else self
 
     @property
+    def expected(self) -> JsonValue:
+        """The right answer, if the private part names one: `answer` or else `reference` in an object, or the private
+        part itself if it isn't an object."""
+        private = self.private
+        return private.get("answer", private.get("reference")) if isinstance(private, dict) else private
+
+    @property
     def hash(self) -> str:
         """SHA-256 (hex) of the public and the private part. It doesn't depend on the name or on the order of keys."""
         parts = json.dumps([self.public, self.private], sort_keys=True, separators=(",", ":"))

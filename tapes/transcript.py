@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pydantic import JsonValue
+
 from .records import Call
-from .steps import Role, Step, role_of
+from .steps import ParseError, Role, Step, ToolCall, ToolCalls, ToolResults, role_of
 from .tape import Tape
 from .value import Value
 
@@ -48,6 +50,17 @@ class TapeSummary(Value):
     """Start of the episode in seconds since 1970."""
 
 
+class Fragment(Value):
+    """A part of a step, as people read it: one tool call such as `count(shelf=92)`, the result of one tool call, or the
+    whole text of any other step."""
+
+    text: str
+    tool: str = ""
+    """The tool's name, or an empty string if the fragment isn't a call or a result."""
+    error: bool = False
+    """True if the tool failed, or if the model's answer could not be parsed."""
+
+
 class StepLine(Value):
     """One step."""
 
@@ -59,6 +72,8 @@ class StepLine(Value):
     kind: str
     text: str
     """The text that a model reads."""
+    fragments: tuple[Fragment, ...]
+    """The step as people read it."""
     rewards: dict[str, float]
     """Weight * value of each component that this step earned."""
     metrics: dict[str, float]
@@ -134,6 +149,7 @@ def step_lines(tape: Tape) -> list[StepLine]:
             role=role_of(entry.step),
             kind=kind_of(entry.step),
             text=reads(entry.step),
+            fragments=fragments_of(entry.step),
             rewards=rewards.get(i, {}),
             metrics=metrics.get(i, {}),
             tokens=sum(b - a for _, a, b in entry.calls),
@@ -192,3 +208,31 @@ def reads(step: Step) -> str:
     content: dict[str, Any] = step.content  # type: ignore[attr-defined]
     values = list(content.values())
     return str(values[0]) if len(values) == 1 and isinstance(values[0], str | int | float) else json.dumps(content)
+
+
+def fragments_of(step: Step) -> tuple[Fragment, ...]:
+    """Return the step as people read it. Tool calls and their results have one fragment each."""
+    if isinstance(step, ToolCalls):
+        return tuple(Fragment(text=call_text(call), tool=call.name) for call in step.calls)
+    if isinstance(step, ToolResults):
+        return tuple(Fragment(text=one.content, tool=one.name, error=one.error) for one in step.results)
+    return (Fragment(text=reads(step), error=isinstance(step, ParseError)),)
+
+
+def shown(step: Step) -> str:
+    """Return the text of a step for people. A tool call reads `count(shelf=92)`, and its result `86`. If several tools
+    were called at once, each result begins with its tool's name."""
+    found = fragments_of(step)
+    if isinstance(step, ToolResults) and len(found) > 1:
+        return "\n".join(f"{one.tool}: {one.text}" for one in found)
+    return "\n".join(one.text for one in found)
+
+
+def call_text(call: ToolCall) -> str:
+    """Return a tool call as it is written in code: `search(query="tapes", limit=3)`."""
+    given = (f"{name if name.isidentifier() else _json(name)}={_json(value)}" for name, value in call.arguments.items())
+    return f"{call.name}({', '.join(given)})"
+
+
+def _json(value: JsonValue) -> str:
+    return json.dumps(value, ensure_ascii=False)

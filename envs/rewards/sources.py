@@ -299,11 +299,8 @@ def _parts(source: RewardSource[Any], score: Any, place: int | None) -> list[_Pa
 
 
 def reference_of(tape: Tape) -> JsonValue:
-    """Return `answer` or else `reference` from the task's private part. If this part isn't a dict, return all of it."""
-    private = tape.begin.task.private
-    if not isinstance(private, dict):
-        return private
-    return private.get("answer", private.get("reference"))
+    """Return the right answer to the tape's task (see `Task.expected`)."""
+    return tape.begin.task.expected
 
 
 def label_of(tape: Tape) -> str | None:

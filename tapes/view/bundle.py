@@ -126,6 +126,7 @@ def report_of(view: RunView, overview: Overview, rows: Sequence[Summary], progre
     data |= {f"table-{k // SHARD}": view.columns(rows[k : k + SHARD]) for k in range(0, len(rows), SHARD)}
     points, here = view.curve()["points"], {row.id for row in rows}
     data["curve"] = {"points": points}
+    data["gists"] = view.gists([row.id for row in rows])
     for k in range(len(points)):
         data[f"behind/{k}"] = {"tapes": [tape for tape in view.behind(k)["tapes"] if tape in here]}
     for k, row in enumerate(rows):

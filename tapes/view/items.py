@@ -15,7 +15,7 @@ from ..pictures import videos_in
 from ..records import Begin, Call, End, Identity, Label, Reward, StepRecord, Tokens
 from ..schema import parse_record
 from ..store.summary import Summary
-from ..transcript import call_line, kind_of, reads
+from ..transcript import call_line, fragments_of, kind_of, shown
 
 SHARD = 8_192
 """Number of tapes in one piece of the table."""
@@ -52,7 +52,7 @@ def text_of(body: bytes) -> str:
     except ValueError:
         return body.decode("utf-8", "replace")
     if isinstance(read, StepRecord):
-        return reads(read.content)
+        return shown(read.content)
     if isinstance(read, Call):
         return read.text or ""
     if isinstance(read, Begin):
@@ -82,8 +82,8 @@ def _clip(name: str, text: str) -> dict[str, object]:
 
 
 def _step(read: StepRecord) -> dict[str, object]:
-    text = reads(read.content)
-    found = {
+    text = shown(read.content)
+    found: dict[str, object] = {
         "t": "step",
         "by": read.by,
         "role": read.role,
@@ -94,6 +94,10 @@ def _step(read: StepRecord) -> dict[str, object]:
     }
     fields = json.loads(read.body())["content"]
     found |= _times(read.media, fields)
+    parts = fragments_of(read.content)
+    if any(part.tool or part.error for part in parts):
+        found["parts"] = [{"tool": part.tool, "error": part.error, **_clip("text", part.text)} for part in parts]
+        found["failed"] = any(part.error for part in parts)
     if not (isinstance(fields, dict) and len(fields) == 1 and isinstance(next(iter(fields.values())), str)):
         found["fields"] = _json(fields)
     return found

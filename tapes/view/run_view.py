@@ -25,6 +25,7 @@ from ..store.store import Store
 from ..store.summary import Summary
 from ..store.verifier import verify
 from .calls import Uses, call_detail
+from .gist import gist_of
 from .items import SHARD, columns, item, text_of
 from .live import Integrity, Live, quick, whole
 from .overview import overview_of
@@ -32,6 +33,8 @@ from .tape_map import TapeMap
 
 PAGE = 100
 """Number of items or turns in one page."""
+LINE = 160
+"""Maximum number of characters of an action, or of its result, in the outline."""
 PIECE = 100_000
 """Maximum number of characters of a long text in one answer."""
 KEPT_RECORDS, KEPT_MAPS = 1_500_000, 64
@@ -147,6 +150,11 @@ class RunView:
         """Return the columns for the tapes in piece number `shard` of the table, in the order in which they began."""
         rows = self.store.index.tapes("1", (), limit=SHARD, offset=shard * SHARD)
         return {"from": shard * SHARD, **self.columns(rows)}
+
+    def gists(self, tapes: Sequence[str]) -> dict[str, dict[str, object]]:
+        """Return the question, the expected answer and the given answer of each of these tapes, by id. A tape that the
+        run doesn't have is left out."""
+        return {tape: gist_of(self.store, tape).model_dump() for tape in tapes if tape in self.store.index.ids(tape)}
 
     def changes(self, rev: str) -> dict[str, object]:
         """Return the rows that changed since revision `rev`, and the new revision. `reset` makes the page reload."""
@@ -316,21 +324,24 @@ class RunView:
         """Return one page of the outline."""
         tape_map = self.map(tape)
         low, high = page * PAGE, min((page + 1) * PAGE, len(tape_map.turns))
-        acted = [tape_map.actions[k] for k in range(low, high)]
-        bodies = iter(list(self._bodies(tape_map, [record for record in acted if record >= 0])))
         shown = []
-        for k, record in zip(range(low, high), acted, strict=True):
-            found = item(record, next(bodies)) if record >= 0 else {}
+        for k in range(low, high):
+            record = tape_map.actions[k]
+            acted = self._record(tape_map, record) or {}
+            after = self._record(tape_map, tape_map.step_after(record)) or {}
+            answered = after.get("role") == "observation"
             shown.append(
                 {
                     "turn": k,
                     "item": tape_map.turns[k],
                     "step": tape_map.steps[record] if record >= 0 else None,
-                    "by": found.get("by"),
-                    "kind": found.get("kind"),
-                    "text": str(found.get("text", ""))[:160],
+                    "by": acted.get("by"),
+                    "kind": acted.get("kind"),
+                    "text": _line(acted),
+                    "result": _line(after) if answered else None,
+                    "failed": bool(answered and after.get("failed")),
                     "reward": tape_map.turn_reward(k),
-                    "hole": found.get("t") == "hole",
+                    "hole": acted.get("t") == "hole",
                 }
             )
         return {"from": low, "turns": shown}
@@ -432,6 +443,11 @@ class RunView:
             if (one.by, one.conversation) == (call.by, call.conversation):
                 return one
         return None
+
+
+def _line(found: dict[str, object]) -> str:
+    """Return the first characters of an item's text, on one line."""
+    return " ".join(str(found.get("text", ""))[:LINE].split())
 
 
 def _components(tape_map: TapeMap) -> list[list[Any]]:

@@ -156,6 +156,11 @@ class TapeMap:
         else:
             self.episode.append(earned)
 
+    def step_after(self, record: int) -> int:
+        """Return the record of the step that follows the step in `record`, or -1 if there is none."""
+        step = self.steps[record] + 1 if record >= 0 else len(self.step_items)
+        return self.items[self.step_items[step]] if step < len(self.step_items) else -1
+
     def turn_reward(self, turn: int) -> float | None:
         """Return the reward of the turn's action, without metrics, or None if the action has no reward."""
         record = self.actions[turn]

@@ -83,6 +83,7 @@ class Server(HttpService):
             "/api/run": lambda at, q: self.view.overview(),
             "/api/table/{shard:[0-9]{1,9}}": lambda at, q: self.view.table(int(at["shard"])),
             "/api/changes": lambda at, q: self.view.changes(q.get("rev", "")),
+            "/api/gists": lambda at, q: self.view.gists(q.get("tapes", "").split(",")),
             "/api/texts": lambda at, q: self.view.texts_of(q.get("tapes", "").split(",")),
             "/api/curve": lambda at, q: self.view.curve(),
             "/api/behind/{k:[0-9]{1,9}}": lambda at, q: self.view.behind(int(at["k"])),

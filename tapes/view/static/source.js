@@ -53,6 +53,7 @@ class ServerSource {
   turns(tape, page) { return this.kept(`${this.of(tape)}/turns/${page}`); }
   texts(tape, page) { return this.ask(`${this.of(tape)}/texts/${page}`); }
   textsOf(tapes) { return this.ask(`api/texts?tapes=${tapes.map(encodeURIComponent).join(",")}`); }
+  gists(tapes) { return this.ask(`api/gists?tapes=${tapes.map(encodeURIComponent).join(",")}`); }
   call(tape, call, from) {
     const more = from === undefined ? "" : `&from=${from}`;
     return this.kept(`${this.of(tape)}/call?call=${encodeURIComponent(call)}${more}`);
@@ -88,6 +89,7 @@ class ReportSource {
   items(tape, page) { return this.part(tape, `items-${page}`); }
   turns(tape, page) { return this.part(tape, `turns-${page}`); }
   explain(tape) { return this.part(tape, "explain"); }
+  gists() { return this.read("gists"); }
   textsOf(tapes) { return Promise.all(tapes.slice(0, 8).map((tape) => this.texts(tape, 0))); }
   async texts(tape, page) {
     const [head, read] = await Promise.all([this.head(tape), this.items(tape, page)]);

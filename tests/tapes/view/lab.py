@@ -24,7 +24,17 @@ from tapereel.tapes.records import (
     Tools,
     Use,
 )
-from tapereel.tapes.steps import Answer, Observation, ParseError, Reasoning, Text
+from tapereel.tapes.steps import (
+    Answer,
+    Observation,
+    ParseError,
+    Reasoning,
+    Text,
+    ToolCall,
+    ToolCalls,
+    ToolResult,
+    ToolResults,
+)
 from tapereel.tapes.store.store import Store
 
 WEIRD = "\u202eright to left\u202c \x1b[31mred\x1b[0m \u200b\ufeff\U000e0041"
@@ -152,6 +162,14 @@ class Recording:
             ((call.call, 0, len(call.completion or ())),) if call is not None else (),
         )
         return self.steps - 1
+
+    def call_tools(self, **arguments: Any) -> None:
+        """Call the tool `count`."""
+        self._step(self.agent, "action", ToolCalls(calls=(ToolCall(id="0", name="count", arguments=arguments),)), ())
+
+    def answer_tools(self, content: str, *, error: bool = False) -> None:
+        result = ToolResult(id="0", name="count", content=content, error=error)
+        self._step("env", "observation", ToolResults(results=(result,)), ())
 
     def earn(
         self,

@@ -93,6 +93,24 @@ def test_the_outline_names_each_turns_action_and_what_it_earned(view: RunView):
     assert [view.items("g0a1", 0)["items"][turn["item"]]["t"] for turn in turns] == ["call"] * 3
 
 
+def test_tool_calls_and_their_results_read_as_code(tmp_path: Path):
+    with Store.create(tmp_path / "run") as store:
+        made = Recording(store, "t1")
+        made.call_tools(shelf=92)
+        made.answer_tools("KeyError: 92", error=True)
+        made.act("none")
+    with RunView(tmp_path / "run") as view:
+        view.overview()
+        called, answered, _ = view.items("t1", 0)["items"][1:]
+        assert (called["text"], called["failed"]) == ("count(shelf=92)", False)
+        assert answered["parts"] == [{"tool": "count", "error": True, "text": "KeyError: 92"}]
+        turns = view.turns("t1", 0)["turns"]
+        assert [(turn["text"], turn["result"], turn["failed"]) for turn in turns] == [
+            ("count(shelf=92)", "KeyError: 92", True),
+            ("none", None, False),
+        ]
+
+
 def test_a_link_names_steps_and_calls_by_what_they_are(view: RunView):
     items = view.items("g0a1", 0)["items"]
     assert items[view.find("g0a1", step=3)["item"]]["text"] == "41"
