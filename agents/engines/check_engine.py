@@ -1,8 +1,8 @@
 """`check_engine` tests an engine against the interface in `engine.py` and reports what its author should fix.
 
-The check sends a few short requests, one at a time and concurrently, cancels one, syncs weights if it was given some,
-and closes the engine. If the engine fails or hangs, the check reports this as a finding. The check itself never hangs,
-and raises only UsageError for arguments that can't be used.
+The check sends a few short requests, one at a time and concurrently, and cancels one of them. It syncs weights if the
+caller passes some, and then closes the engine. If the engine fails or hangs, the check reports this as a finding. The
+check itself never hangs, and raises only UsageError for arguments that can't be used.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ VERSION = "check_engine:1"
 """Version name with which the check syncs `weights`."""
 TEXTS = "the engine gives texts without ids"
 TURNS = 5
-"""Number of event loop turns before the request is cancelled. An engine in this process has begun to work on the
-request by then."""
+"""The check `cancellation` waits this number of event loop turns before it cancels its request. An engine in this
+process has begun to work on the request by then."""
 
 
 class EngineReport(CheckReport):
@@ -74,10 +74,10 @@ def check_engine(
 ) -> EngineReport:
     """Test an engine and close it. `engine` may also be a class or (async) function without arguments that creates one.
 
-    All requests continue the conversation in `messages`. `weights` is a state dict to sync. If it is None, the check
-    `weights` is skipped. If `trainable` is true, the check reports which capabilities of a `TrainableEngine` this
-    engine lacks. Each call may take `timeout` seconds. The check runs in its own thread and event loop, so it can be
-    called from anywhere, but can't test an engine that already runs in another event loop.
+    All requests continue the conversation in `messages`. `weights` is a state dict that is synced to the engine.
+    Without it, no weight sync is tested. If `trainable` is true, the report names each capability of a
+    `TrainableEngine` that this engine lacks. Each call may take `timeout` seconds. The check runs in its own thread and
+    event loop, so it can be called from anywhere, but can't test an engine that already runs in another event loop.
     """
     if not 0 < timeout <= threading.TIMEOUT_MAX / 12 or max_tokens < 1:
         raise UsageError(f"timeout is {timeout} and max_tokens {max_tokens}; both must be above 0")

@@ -4,8 +4,9 @@ Every engine has the members of `Engine`. In addition, an engine may have capabi
 `Engine.can`. `MEMBERS` lists the members that each capability needs. Callers first check for the capability, for
 example with `"score" in engine.can`, and then use its members. `check_engine` tests an engine against this interface.
 
-All episodes of a run share one engine. An engine owns its renderer, because the tokenizer belongs to the model. A
-request always carries messages. If the engine has a renderer, the request carries prompt token ids as well.
+All episodes of a run share one engine. An engine may own a renderer, which turns messages into token ids with the
+model's tokenizer. A request always carries messages. If the engine has a renderer, the request carries the prompt's
+token ids as well.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Listener(Protocol):
     they must return at once and must not raise."""
 
     def tokens(self, ids: array[int], /) -> None:
-        """Receive the ids sampled since the last call, in order. Unless `again` is called, all ids received are a
-        prefix of the completion's ids."""
+        """Receive the ids sampled since the last call, in order. All ids received so far, or since the last call of
+        `again`, are the first ids of the completion."""
         ...
 
     def again(self) -> None:
@@ -235,35 +236,38 @@ class CapableEngine(TrainableEngine, Protocol):
 
     @property
     def samplers(self) -> Mapping[str, Sampler]:
-        """`copies`: the sampler of each copy, by name. The loop checks that new weights reached every copy."""
+        """For the capability `copies`: a function for each copy of the weights, by the copy's name, that samples with
+        this copy. The training loop uses them to check that new weights reached every copy."""
         ...
 
     @property
     def absence(self) -> EngineAbsence:
-        """`absence`: how long the engine has waited for its servers."""
+        """For the capability `absence`: how long the engine has waited for servers that don't answer."""
         ...
 
     async def sleep(self) -> None:
-        """`sleep`: free the GPU memory while the trainer computes (`loop.sleep`). Requests in flight end as `abort`,
-        and later ones raise EngineError until `wake`. Does nothing if the engine is already asleep."""
+        """For the capability `sleep`: free the GPU memory while the trainer computes (`loop.sleep`). Requests in flight
+        end as `abort`, and later ones raise EngineError until `wake`. Does nothing if the engine is already asleep."""
         ...
 
     async def wake(self) -> None:
-        """`sleep`: take the GPU memory back and sample again. Does nothing if the engine is awake."""
+        """For the capability `sleep`: take the GPU memory back and sample again. Does nothing if the engine is
+        awake."""
         ...
 
     async def score(
         self, ids: Sequence[int], places: Sequence[Place] = (), picture: Callable[[str], bytes] | None = None
     ) -> array[float]:
-        """`score`: return log softmax(logits) at temperature 1 for each of `ids[1:]`, given all ids before it. The
-        result has len(ids) - 1 values (float32, nats). `places` and `picture` are the same as in `Request`. They are
-        given only if there are pictures and the engine has the capability `pictures` too. May be called concurrently.
-        Raises `PromptTooLong` and `EngineError` as `complete` does."""
+        """For the capability `score`: return log softmax(logits) at temperature 1 for each of `ids[1:]`, given all ids
+        before it. The result has len(ids) - 1 values (float32, nats). `places` and `picture` are the same as in
+        `Request`. They are given only if there are pictures and the engine has the capability `pictures` too. May be
+        called concurrently. Raises `PromptTooLong` and `EngineError` as `complete` does."""
         ...
 
     async def granted(self, request: Request, budget: Budget) -> int | None:
-        """`recorded`: return the `max_tokens` that was granted to this request in the recording, or None if the request
-        wasn't recorded. A recorded call is one request, even if two requests were needed to sample it."""
+        """For the capability `recorded`: return how many tokens of the episode's limit this request gets in the replay,
+        or None if the request wasn't recorded. A call with `first_temperature` is one request here, although sampling
+        it takes two."""
         ...
 
 
@@ -314,8 +318,8 @@ def _missing(engine: object, names: Iterable[str]) -> list[str]:
 
 
 def require(engine: object, needs: Iterable[Capability], use: str) -> None:
-    """Raise UsageError unless `engine` is an Engine with the capabilities in `needs`. `use` is the name of the
-    component that needs them, for the error message."""
+    """Check that `engine` is an Engine with the capabilities in `needs`, and raise UsageError if it isn't. `use` names
+    the component that needs them, for the error message."""
     faults = incomplete(engine) or undeclared(cast(Engine, engine), needs)
     if faults:
         raise UsageError(
@@ -327,7 +331,7 @@ def require(engine: object, needs: Iterable[Capability], use: str) -> None:
 BLIND = (
     "use a hosted model that takes pictures (engine.kind: litellm), a vision model, or an environment that shows text"
 )
-"""What the user can do if the engine accepts no pictures."""
+"""Advice for error messages about an engine that accepts no pictures."""
 
 
 def absence_of(engine: Engine | None) -> EngineAbsence | None:
@@ -371,8 +375,8 @@ class PromptTooLong(EngineError, ValueError):
 
 
 def one_temperature(request: Request) -> None:
-    """Raise EngineError if a request has `first_temperature`. Engines call this function, because two temperatures take
-    two requests."""
+    """Raise EngineError if a request has `first_temperature`. An engine samples each request at one temperature. The
+    agent's model interface therefore makes two requests for a call with two temperatures (`agents/episode/fire.py`)."""
     if request.sampling.first_temperature is not None:
         raise EngineError(
             f"first_temperature={request.sampling.first_temperature:g} takes two requests: ask with "

@@ -60,14 +60,15 @@ def check_sight(engine: Engine, shows: str | None) -> None:
     """Raise UsageError if a run shows pictures that `engine` can't read. In a team, every engine must be able to read
     them.
 
-    `shows` has the meaning of `LoadedSetup.shows`."""
+    `shows` is a sentence about the task or environment that shows pictures, or None if the run shows none."""
     for one in engine.engines.values() if isinstance(engine, TeamEngine) else [engine]:
         if "pictures" not in one.can:
             refuse_pictures(one.name, shows)
 
 
 def refuse_pictures(name: str, shows: str | None) -> None:
-    """Raise UsageError if a run shows pictures. `name` is the engine or model that can't read them."""
+    """Raise UsageError if a run shows pictures, as the sentence `shows` says. `name` is the engine or model that can't
+    read them."""
     if shows is not None:
         raise UsageError(f"the engine {name!r} can't see, and {shows}: {BLIND}")
 

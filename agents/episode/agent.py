@@ -26,7 +26,7 @@ class Agent:
     name: str = ""
 
     patience: ClassVar[float] = 0.0
-    """Maximum seconds that an answer waits in a replay for the answers that were recorded before it. Set this for an
+    """In a replay, each answer waits at most this number of seconds for the answers recorded before it. Set this for an
     agent that asks concurrently from another process, because its requests may arrive in any order."""
 
     def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
@@ -37,7 +37,8 @@ class Agent:
 
     @property
     def path(self) -> str:
-        """The agent's path on the tape when no other agent delegates to it."""
+        """The agent's path on the tape if it is the outermost agent. If another agent delegates to it, its path starts
+        with that agent's path."""
         return self.name or type(self).__name__.lower()
 
     def identity(self) -> Identity:

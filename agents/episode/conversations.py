@@ -1,8 +1,8 @@
 """Holds the conversations of one episode with its model, renders each prompt and records each call.
 
 A conversation is identified by an agent's path and an optional name. Its calls form a tree: each call extends an
-earlier call, which is its base, or starts a new row. The leaves of this tree are called tracks. The next prompt
-continues the track that fits it best.
+earlier call, which is its base, or starts a new training row. The leaves of this tree are called tracks. The next
+prompt continues the track that fits it best.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ AUTHORED = "authored"
 
 @dataclass(slots=True)
 class TextTrack:
-    """A leaf of a conversation's tree, for an engine without a renderer."""
+    """A conversation up to its newest answer, which a later prompt may continue. Used for engines without a
+    renderer."""
 
     call: str
     messages: Sequence[Message]
@@ -39,7 +40,8 @@ class TextTrack:
     reply: Message
 
     def shared(self, messages: Sequence[Message]) -> int:
-        """Return how many leading messages are the same as in this track, with the reply as its last message."""
+        """Return how many of `messages`, counted from the first, are the same as in this track. The track's last
+        message is the reply."""
         n = shared_prefix(messages, self.messages)
         if n == len(self.messages) and len(messages) > n and messages[n] == self.reply:
             return n + 1
@@ -187,8 +189,8 @@ class Conversations:
         assert renderer is not None
         track = renderer.track(rendered, call=pending.call, reply=record.reply, completion=ids)
         tracks = self._tokens[pending.path, pending.conversation]
-        # A call that extends its base replaces the base as a leaf. After a split the base stays a leaf, because a later
-        # prompt may return to it.
+        # A call that extends its base replaces the base as a leaf. If the call starts a new row (`split`), the base
+        # stays a leaf, because a later prompt may return to it.
         if base is not None and rendered.split is None and base in tracks:
             tracks[tracks.index(base)] = track
         else:
@@ -220,9 +222,11 @@ class Conversations:
         return call
 
     def inherit(self, prefix: Tape, calls: Sequence[Call]) -> None:
-        """Continue the conversations of a fork's prefix, so that its recorded tokens remain the context of later calls.
+        """Continue the conversations of `prefix`, which is the tape that a fork begins with. Its recorded tokens remain
+        the context of later calls.
 
-        Otherwise the fork would tokenize the prefix again and start new rows, instead of extending the recorded ones.
+        Otherwise the fork would tokenize these conversations again and start new training rows, instead of extending
+        the recorded ones.
         """
         renderer = self.renderer
         for call in calls:

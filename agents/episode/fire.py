@@ -53,7 +53,7 @@ async def complete(engine: Engine, request: Request) -> Completion:
 
 
 class _Rest:
-    """Reports the first token together with the tokens of the second request.
+    """The listener of the second request. It reports the answer's first token together with this request's tokens.
 
     A retry of the second request therefore withdraws the first token too, as `Listener.again` promises.
     """

@@ -115,9 +115,9 @@ class LLM(Clock):
         self._delegated: list[tuple[Step, str]] = []
         """(step, path) for each step that the sub-agent at this path is about to yield."""
         self._read: list[tuple[Step, str]] = []
-        """(step, call) for each step that the agent read from this one call, as it stated with `read_from`."""
+        """(step, call) for each step that the agent attributed to a single call with `read_from`."""
         self._unread: dict[str, list[str]] = {}
-        """Each agent's calls that no step has been read from yet, by path."""
+        """The calls of each agent, by its path, from which it has read no step yet."""
         self._newest: dict[str, str] = {}
         """The newest answered call of each agent in this turn, by path."""
         self.asked = 0
@@ -185,7 +185,8 @@ class LLM(Clock):
         self._read.append((step, call))
 
     def attribute(self, step: Step, outermost: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
-        """Return (path, calls) of a step that was just yielded.
+        """Return the path of the agent that yielded `step` just now, and the calls from which the step was read.
+        `outermost` is the path of the episode's own agent, which is used if no sub-agent yielded the step.
 
         If the agent made no call since its previous step, the step is attributed to its newest call in this turn.
         """
@@ -226,7 +227,7 @@ class LLM(Clock):
     # Forks, replays, the end
 
     def inherit(self, prefix: Tape) -> None:
-        """Continue the conversations and the seed streams of a fork's prefix."""
+        """Continue the conversations and the seed streams of `prefix`, which is the tape that a fork begins with."""
         calls: list[Call] = []
         tape: Tape | None = prefix
         while tape is not None:
@@ -239,7 +240,8 @@ class LLM(Clock):
         self._conversations.inherit(prefix, calls)
 
     def number(self, stream: str, n: int) -> None:
-        """Set the number (from 0) of a stream's newest call. A replay that begins at a later turn needs this."""
+        """Set the number (from 0) of the newest call in a seed stream. A replay that begins at a later turn needs this,
+        because the seed of each call depends on its number."""
         self._numbers[stream] = n
 
     async def close(self) -> None:
@@ -321,7 +323,7 @@ class _Exchange:
         self._timer = CallTimer(llm.timers)
         self._listener: _SafeListener | None = None
         self._partial: list[Completion] = []
-        """The completion up to a cancellation, if the engine reported this completion."""
+        """The completion up to a cancellation. Empty if the engine reported no partial completion."""
 
     # prepare
 

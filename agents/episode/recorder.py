@@ -81,7 +81,8 @@ class Recorder:
         return Tape(self.log).picture(name)
 
     def add_layer(self, record: Record) -> None:
-        """Write a record about the tape. It isn't part of the tape, so the tape's digest doesn't cover it."""
+        """Write a layer, which is a record about the tape, such as a label. It isn't part of the tape, so the tape's
+        digest doesn't cover it."""
         self.log.layers.append(record)
         if self.journal is not None:
             self.journal.append(record.body())
@@ -92,7 +93,8 @@ class Recorder:
 
     @property
     def every_turn(self) -> bool:
-        """Whether each action must be durable before it is carried out, even if the environment is pure."""
+        """Whether each action must be safe on disk before it is carried out, even if the environment is pure (an action
+        changes nothing outside it)."""
         return self.journal is not None and self.journal.durability is Durability.STEP
 
     async def durable(self) -> None:

@@ -66,7 +66,7 @@ _FLOORS = ("tapes", "envs", "agents", "finetune", "cli")
 
 NOT_FAULTS = (StoreFailed, asyncio.CancelledError, KeyboardInterrupt)
 """Exceptions that are never recorded as an error of the agent or the environment: a failure of the store, Ctrl-C and a
-cancellation by the caller. `Supervised` passes on no other cancellation."""
+cancellation by the caller. Any other cancellation becomes an ordinary error in `Supervised`."""
 
 
 class AgentFault(Exception):

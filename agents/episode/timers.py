@@ -103,8 +103,9 @@ class Timers:
         limit = self._limits[self._agents]
         if limit is None or self.reached is not None:
             return
-        # An alarm that rings too early is set again, so most changes leave it alone. It may ring 10 ms late. Without
-        # this minimum, it would ring continuously if servers go away just before the limit.
+        # An alarm that rings too early is set again, so it isn't moved if the limit is now later. The wait is at least
+        # 10 ms. If servers go away just before the limit, the system's clock stops, and without this minimum, the alarm
+        # would ring continuously.
         loop = asyncio.get_running_loop()
         due = loop.time() + max(limit - self._spent[self._agents], 0.01)
         if self._alarm is None or due < self._alarm.when():

@@ -176,7 +176,8 @@ async def _idle(session: Session, seconds: float) -> None:
 
 
 class Elsewhere(Environment[Answer]):
-    """The environment on the client's side. The client reports its rewards, metrics and truncation."""
+    """Represents the environment, which runs on the client's side. The client reports the rewards, metrics and
+    truncation."""
 
     def __init__(self, open_: _Open) -> None:
         self._open = open_

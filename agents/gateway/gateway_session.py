@@ -47,7 +47,7 @@ class Pieces:
         self._decoder, self._stops, self._tools = decoder, stops, tools
         self._held = ""
         self._fresh, self._thinking = True, False
-        """The state of the answer before `_held`, as `free_prefix` takes it."""
+        """The arguments `fresh` and `thinking` of `free_prefix`, which describe the position where `_held` begins."""
 
     def feed(self, ids: Sequence[int]) -> str:
         """Add ids, and return the new text that can be sent now."""
@@ -113,8 +113,8 @@ class Live:
         self._again, self._parted = self.sent, False
 
     async def quiet(self, seconds: float | None) -> bool:
-        """Wait until `moved` is set, clear it and return False. Return True if `seconds` (None: no limit) pass
-        first."""
+        """Wait for `moved`, for at most `seconds` (None: no limit). Return True if the time has run out. Otherwise,
+        clear `moved` and return False."""
         try:
             async with asyncio.timeout(seconds):
                 await self.moved.wait()
@@ -210,8 +210,8 @@ class Session:
         try:
             return await asking
         except asyncio.CancelledError:
-            # There are two causes. If the client's handler was cancelled, the error is passed on. If `close` cancelled
-            # `asking`, the request is refused.
+            # A cancellation has one of two causes. If the client's handler was cancelled, the error is passed on. If
+            # `close` cancelled `asking`, the request is refused.
             own = asyncio.current_task()
             if own is not None and own.cancelling():
                 raise

@@ -1,5 +1,5 @@
-"""Finds which calls of a program continue an earlier call, and which calls train the agent. The results become `Label`
-layers.
+"""Finds which calls of a program continue an earlier call, and which calls train the agent. The results are written as
+`Label` records, in layers on top of the tape.
 
 A call continues another call if and only if its prompt begins with the exact prompt and completion tokens of the other
 call. The order of the records doesn't matter, because the other call may be recorded late. (A cut-off answer is
@@ -103,7 +103,8 @@ def _identity(tape: Tape, call: Call) -> tuple[str, str | None]:
 
 
 def _share_identities(tape: Tape, nodes: Collection[_Node], roots: Sequence[_Node]) -> None:
-    """Give a root the identity of another call if it continues that call's messages and answer with other tools.
+    """Give a root the identity of an earlier call if the root repeats this call's messages and answer, but offers other
+    tools. A root is a call that continues no other call.
 
     With other tools, a template writes another prompt. The root's tokens then don't begin with the other call's tokens.
     """

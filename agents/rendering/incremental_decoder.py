@@ -1,6 +1,7 @@
 """An incremental detokenizer. It turns token ids into text while they are being sampled.
 
-However the ids are split between calls, the pieces of text add up to what the renderer decodes from all ids.
+The pieces of text add up to the text that the renderer decodes from all ids. It makes no difference how the ids are
+split between calls.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 REPLACEMENT = "\ufffd"
-"""What a tokenizer returns for a character whose last bytes are still missing."""
+"""The character that a tokenizer returns if the last bytes of a character are still missing."""
 
 
 class IncrementalDecoder:
@@ -31,15 +32,15 @@ class IncrementalDecoder:
         """The newest ids. They are kept even after their text was returned, because the text of later ids can depend on
         them."""
         self._returned = 0
-        """The text of this many ids at the beginning of `_ids` was returned already."""
+        """Number of ids at the beginning of `_ids` whose text was returned already."""
         self._held = ""
         """Decoded text that is held back, because it may be the beginning of `ending`."""
 
     def feed(self, ids: Sequence[int]) -> str:
         """Add `ids` and return the text that is certain now. Text that later ids may change is held back.
 
-        This applies to ids of single bytes, an incomplete character (U+FFFD), ids that end the answer, and what may be
-        the beginning of `ending`. A client could otherwise receive text that isn't in the recorded answer.
+        It is held back for ids of single bytes, an incomplete character (U+FFFD), ids that end the answer, and text
+        that may be the beginning of `ending`. A client could otherwise receive text that isn't in the recorded answer.
         """
         self._ids += ids
         n = len(self._ids)
@@ -60,7 +61,7 @@ class IncrementalDecoder:
 def overlap(text: str, word: str, *, whole: bool = False) -> int:
     """Return the number of characters at the end of `text` that could be the beginning of `word`.
 
-    With `whole`, they may also be all of `word`.
+    With `whole`, these characters may also be the complete `word`.
     """
     most = min(len(text), len(word) - (not whole))
     return next((n for n in range(most, 0, -1) if text.endswith(word[:n])), 0)

@@ -94,14 +94,14 @@ class Rendered:
     """All messages in the prompt."""
     tools: tuple[dict[str, JsonValue], ...] | None
     text: str
-    """See `Track.text`."""
+    """The prompt as the template rendered it, with marks as in `Track.text`."""
     marked: tuple[Message, ...]
     """The prompt's messages, with marks as in `Track.marked`."""
     marked_tools: Any
     cut: int
-    """See `Track.cut`."""
+    """Number of tokens that were cut from the conversation to shorten the prompt. `ids` doesn't contain them."""
     places: tuple[Place, ...] = ()
-    """See `Track.places`."""
+    """Where pictures are in `ids`, in order."""
 
     def cut_to(self, tokens: int, keep: Literal["start", "end"]) -> Rendered:
         """Cut the prompt to its first or last `tokens` tokens. A picture that would be cut in two is dropped."""
@@ -150,7 +150,7 @@ class Renderer:
         self._codec = Codec(tokenizer, template_text(tokenizer), special_text=special_text)
         self._template = Template(tokenizer, self._codec, template_kwargs or {}, end_tokens)
         self.pictures = pictures
-        """What is known about the model's picture tokens, or None if it can't read pictures."""
+        """Knows the model's tokens for pictures and videos. None if the model can't read pictures."""
         self.marker: int | None = None if pictures is None else self._codec.control.get(pictures.marker)
         """The id that the template writes once for each picture, before the picture's tokens replace it."""
         self._markers: dict[int, str] = {}
@@ -168,7 +168,7 @@ class Renderer:
         """SHA-256 (hex) of the chat template and the arguments passed to it."""
         seen = [] if pictures is None else [pictures.hash]
         self.hash: str = digest(self.tokenizer_hash, self.template_hash, special_text, *seen)
-        """SHA-256 (hex) of everything that determines which ids authored text gets."""
+        """SHA-256 (hex) of everything that determines the ids of authored text, which no model sampled."""
 
     def prompt(
         self,
@@ -477,8 +477,8 @@ class Renderer:
             {**m, "content": blank} if m.get("role") == "assistant" and i <= last else m for i, m in enumerate(marked)
         ]
         full = self._template.render(skeleton, marked_tools)
-        # Some templates ask for an answer with text that isn't in history later. Others end a finished conversation
-        # with such text.
+        # `head` is the text before the last answer. Some templates open an answer with text that they leave out once
+        # the answer is in history, so both renderings are tried. Others end a finished conversation with such text.
         head = self._template.render(skeleton[:last], marked_tools)
         if not full.startswith(head):
             head = self._template.render(skeleton[:last], marked_tools, prompt=False)

@@ -89,7 +89,8 @@ def tool_name(schema: Mapping[str, JsonValue]) -> str:
 
 
 def free_prefix(text: str, fresh: bool, thinking: bool) -> tuple[int, bool, bool]:
-    """Return (n, fresh, thinking). `text` is the part of an answer that the stream hasn't sent yet.
+    """Find out how much of a streamed answer can be sent. `text` is the part that hasn't been sent yet. Returns (n,
+    fresh, thinking).
 
     The first n characters are part of the answer's content, whatever text follows, so the stream can send them. They
     never include text that `read_tool_calls` may later read as part of a call. `thinking` is true inside a thought.
@@ -189,7 +190,7 @@ def _objects(text: str, at: int, names: Collection[str] | None = None) -> Iterat
 
 def _lexed(text: str, at: int) -> str:
     """Return the text from `at` on, up to where it can't be JSON. Only this text is given to the parser, because after
-    an error the parser counts all lines before it."""
+    an error, the parser counts all lines before the error, which takes time in a long text."""
     return text[at : _after(_LEXED, text, at)] if text.startswith("{", at) else ""
 
 

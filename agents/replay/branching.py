@@ -1,9 +1,9 @@
 """Branching continues a recorded episode from one of its turns, with another agent, model, sampling or seed.
 
-First the environment is restored and compared with the record. By default, continuations are rolled out only if it
-reaches the recorded state. A caller may force them for a prefix that can't be verified. Each continuation then records
-the reason. Each continuation is a separate tape, and its `begin` names the parent's digest and the turn. `branch` takes
-a tape and objects. `branch_run` takes them from a run's configuration, and records the continuations in the same run.
+First the environment is restored and compared with the record. If it doesn't reach the recorded state, no continuation
+is rolled out by default. A caller may ask for continuations nevertheless, and each of them then records the reason.
+Each continuation is a separate tape, and its `begin` names the parent's digest and the turn. `branch` takes a tape and
+objects. `branch_run` takes them from a run's configuration, and records the continuations in the same run.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ async def branch(
 async def _continue(
     prefix: Tape, play: Callable[..., Awaitable[Tape]], n: int, seed: int, concurrency: int
 ) -> list[Tape]:
-    """Play `n` continuations of `prefix` as one group. `play` is `rollout` with all arguments that they share."""
+    """Play `n` continuations of `prefix` as one group. `play` is `rollout` with the arguments that all continuations
+    share."""
     group = Group(0, prefix.begin.task, n)
     name = f"branch/{prefix.id}/{prefix.turns}/{uuid.uuid4().hex[:8]}"
 
@@ -204,12 +205,12 @@ class Branched:
 
     @property
     def mean_reward(self) -> float | None:
-        """The mean reward over the continuations that ended usably and were scored, or None if there are none."""
+        """The mean of `rewards`, or None if there are none."""
         return mean_of(self.rewards)
 
     @property
     def rewards(self) -> list[float]:
-        """The rewards of the continuations that ended usably and were scored."""
+        """The rewards of the continuations that were scored and could be trained on (`tape.trains`)."""
         return [tape.reward for tape in self.tapes if tape.trains and tape.reward is not None]
 
     @property
@@ -274,7 +275,7 @@ async def _branch(
 ) -> list[Tape]:
     """Return the continuations. The store is opened for writing only after every check has passed.
 
-    `own` means the same as in `_check_weights`.
+    `own` names the players that take their model from the run's configuration (see `_check_weights`).
     """
     engine, publishes = await make_team(config.engine, config.players)
     try:

@@ -78,7 +78,7 @@ class ReplayEngine:
         self._moved = asyncio.Event()
         self._answered: set[str] = set()
         self._turn_of_answers = 0
-        """How many calls at the front of the queue are answered."""
+        """Number of calls at the front of the queue that have been answered."""
         self.version = "recorded"
         self.changing = False
         self.stats = ReplayStats()
@@ -115,9 +115,9 @@ class ReplayEngine:
         """Return how many tokens of the episode's limit this request gets in the replay, or None if it wasn't recorded.
 
         A recorded request gets its recorded max_tokens if concurrent calls may have left only that many tokens.
-        Otherwise it gets its own max_tokens. An unrecorded request may have been refused because all tokens were spent.
-        For this request, the method waits until they are spent again, so that the replay doesn't depend on the speed of
-        the answers.
+        Otherwise it gets its own max_tokens. If a request wasn't recorded, it may have been refused because all tokens
+        were spent. The method then waits until they are spent in the replay too, so that the result doesn't depend on
+        the speed of the answers.
         """
         found = self._find(request)
         if found is None:

@@ -102,9 +102,9 @@ def replay_run(
     """Run the agent again on the named tapes of a run, or on all closed tapes of a split.
 
     `agent` is an object or `module:name`. By default it is the agent in the run's configuration. An agent object runs
-    only in this process, because worker processes find agents by name. `imports` lists further objects as
-    `module:name`. Their modules define steps. `tokenizer` is a folder, by default the run's own. If `turn` is given,
-    only this turn is checked. `jobs` is the number of processes, by default as many as are worth their start-up time.
+    only in this process, because worker processes find agents by name. `imports` lists objects as `module:name` whose
+    modules define further step types. `tokenizer` is a folder, by default the run's own. If `turn` is given, only this
+    turn is checked. `jobs` is the number of processes, by default as many as are worth their start-up time.
     """
     if seconds <= 0:
         raise UsageError(f"seconds is {seconds}; it must be above 0")
@@ -275,7 +275,8 @@ class _Checker(Recorder):
                 self._authored[call.by].append(call)
 
     def new_call_id(self) -> str:
-        # This must not be an id from the tape, because the replay of one turn refers to calls in the turns before it.
+        # This must not be an id from the tape, because the replay of a single turn also refers to recorded calls of
+        # earlier turns.
         self._calls += 1
         return f"{self.tape}/replay.{self._calls}"
 

@@ -82,7 +82,7 @@ class Script:
         self.found: Divergence | None = None
         self.checked = {"calls": 0, "prompts": 0, "steps": 0}
         self.notes: dict[str, None] = {}
-        """What isn't checked, as sentences. The keys are an ordered set."""
+        """Sentences about what this replay can't check. They are the keys, used as an ordered set."""
 
     @property
     def cut_off(self) -> bool:
@@ -97,7 +97,8 @@ class Script:
         return self.cut_off and self.turn > self.last
 
     def numbers(self) -> Iterator[tuple[str, int]]:
-        """Yield (seed stream, number of its calls before the replay). The seed of its next call shows this number."""
+        """Yield (seed stream, number of its calls before the replay). The number is found by trying which one gives the
+        recorded seed of the stream's first call in the replay."""
         most = len(self.tape.log.call_order) + 1024
         first: dict[str, int] = {}
         for call in self.calls:

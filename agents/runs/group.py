@@ -2,8 +2,9 @@
 
 `rollout_group`, `run`, `branch`, the training loop, evaluations and demonstrations all schedule episodes with these
 functions. A group consists of the attempts at one task, which are sampled in order to be compared. It closes when each
-attempt has either a usable episode or no retry left. At its deadline, it closes with the episodes that it has by then.
-`Closing` names the reason. A group's attempts are found by the group's id, never by the text of their prompts.
+attempt has either an episode that can be trained on (a usable one) or no retry left. At its deadline, it closes with
+the episodes that it has by then. `Closing` names the reason. A group's attempts are found by the group's id, never by
+the text of their prompts.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ class Group:
     tapes: dict[int, list[Tape]] = field(default_factory=dict)
     """The closed tapes of each attempt, including retries."""
     prefixes: dict[int, Tape] = field(default_factory=dict)
-    """The prefix that each attempt continues. An attempt without a prefix begins with the task."""
+    """For each attempt that continues a recorded episode, the part of the tape that it continues. All other attempts
+    begin with the task."""
     lost: Counter[str] = field(default_factory=Counter)
     """Number of tapes in this process that can't be trained on, by cause."""
     closed: Closing | None = None

@@ -124,7 +124,8 @@ def wilson(p: float, n: float) -> tuple[float, float]:
 
 
 def share_interval(values: Sequence[float]) -> Interval | None:
-    """Return the mean over tasks, with the interval of note 2 above. Return None if there are no values.
+    """Return the mean over tasks with its interval (note 2 in the module's docstring). Return None if there are no
+    values.
 
     Each task contributes one number in [0, 1].
     """

@@ -88,7 +88,7 @@ class ComputeConfig(Config):
 
 
 class OptionsConfig(Config):
-    """An engine with options that Tapereel passes on."""
+    """An engine that takes further arguments, which Tapereel passes on unchanged."""
 
     options: dict[str, JsonValue] = Field(default={})
     """Further arguments. `vllm`: flags for a server that the run starts, such as `{"max_model_len": 8192}`. `litellm`:

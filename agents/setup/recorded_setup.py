@@ -55,9 +55,11 @@ def recorded_rendering(run: str | Path) -> RendererConfig:
 
 
 def recorded_agent(run: str | Path, name: Agent | str | None, identity: Identity | None) -> Agent:
-    """Return the agent `name`, which may also be a name to import. If it is None, the run's configuration names it.
+    """Return the agent. `name` is an Agent, or the name of an agent to import. If it is None, the agent in the run's
+    configuration is imported.
 
-    Raises UsageError if neither names an agent. `identity` is the agent on the tapes, for the error message only.
+    Raises UsageError if the configuration names none either. `identity` is the agent on the tapes, for the error
+    message only.
     """
     if isinstance(name, Agent):
         return name

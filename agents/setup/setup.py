@@ -182,7 +182,8 @@ class Setup(TasksConfig, SeedConfig):
 
 
 def load_agent(source: AgentSource, name: str | None = None) -> Agent:
-    """Return the agent that `source` is, creates or names. `name` is its name in error messages."""
+    """Return the agent. `source` is an agent, a class or function that creates one, or the name of one of these. `name`
+    is the agent's name in error messages."""
     name = name or (source if isinstance(source, str) else _name_of(source))
     found = _named(source, "agent")
     # An instance is used as it is. An act function is not called, because only `@agent` makes it an agent (see the
@@ -199,7 +200,8 @@ def load_agent(source: AgentSource, name: str | None = None) -> Agent:
 
 
 def load_env(source: EnvSource, name: str | None = None) -> EnvironmentFactory:
-    """Return the factory that `source` is or names. Each call of the factory creates an instance for one episode.
+    """Return the environment's factory. `source` is this factory or its name. Each call of the factory creates an
+    instance for one episode.
 
     `name` is the factory's name in error messages.
     """
@@ -319,7 +321,8 @@ def is_unnamed(name: str) -> bool:
 
 
 def _named(source: Any, key: str) -> Any:
-    """Return the object that `source` is or names. Raises UsageError if `source` is an `is_unnamed` name."""
+    """Return the object that `source` names, or `source` itself if it isn't a name. Raises UsageError for a name that
+    can't be imported (`is_unnamed`)."""
     if not isinstance(source, str):
         return source
     if is_unnamed(source):

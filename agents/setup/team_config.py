@@ -62,7 +62,7 @@ def _distinct(players: Mapping[str, PartnerConfig]) -> Mapping[str, PartnerConfi
 
 
 PlayerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]{1,64}$")]
-"""Letters, digits and `_`, because the name is also a folder name."""
+"""The name of a player. It consists of letters, digits and `_`, because it is also the name of a folder."""
 Partners = Annotated[dict[PlayerName, PartnerConfig], AfterValidator(_distinct)]
 
 
@@ -120,7 +120,8 @@ def threads_of(engines: Iterable[AnyEngineConfig]) -> int:
 
 
 def speaker_of(path: str, players: Mapping[str, PartnerConfig]) -> str:
-    """Return the player that lists `path` or the nearest path above it. Return REST if no player lists one of them."""
+    """Return the name of the player that samples for the agent at `path`. This player lists the path, or the nearest
+    path above it. If no player does, return REST, which names the run's own engine."""
     seats = {path: name for name, player in players.items() for path in player.agents}
     above = path
     while above and above not in seats:
@@ -157,7 +158,8 @@ async def make_partners(players: Mapping[str, ModelConfig]) -> dict[str, Made]:
 async def make_team(
     config: AnyEngineConfig, players: Mapping[str, PartnerConfig], *, shows: str | None = None
 ) -> tuple[Engine, dict[str, Publish]]:
-    """Create the engines of `config` and of the players. `shows` means the same as `LoadedSetup.shows`.
+    """Create the engines of `config` and of the players. `shows` is a sentence about the task or environment that shows
+    pictures, or None.
 
     Returns (the team, the identity of each engine's weights by player name). The engine of `config` has the name REST,
     and engines without weights are left out. Raises UsageError if the engines can't record on one tape, or if the run

@@ -133,7 +133,7 @@ class Family(ABC):
 
     @abstractmethod
     def _ids(self, grid: tuple[int, ...]) -> array[int]:
-        """Return the token ids for a place with this grid."""
+        """Return the token ids that the model reads for a picture with this grid."""
 
     @abstractmethod
     def _processed(self, image: object) -> tuple[tuple[int, ...], dict[str, Tensor]]:
@@ -326,7 +326,8 @@ def family_of(
 
 
 def prove_vision(model: nn.Module, vision: Vision) -> None:
-    """Check that the body computes the same as the model's public forward if features are put at their places.
+    """Check that the language model's body, with picture features in its embeddings, gives the same logits as the
+    model's public forward.
 
     The input consists of texts of several lengths with two small pictures between them, and also a video if the model
     reads videos natively. Raises UnsupportedVision with the difference if the logits differ."""

@@ -40,7 +40,7 @@ class NativeVideo(ABC):
 
     @property
     def marker(self) -> str:
-        """See `PictureTokens.video_marker`."""
+        """The control token that the chat template writes once for each video."""
         return cast(str, self._tokenizer.convert_ids_to_tokens(self.id))
 
     @property
@@ -52,7 +52,8 @@ class NativeVideo(ABC):
         return [type(self.processor).__name__, settings, str(torchvision.__version__)]
 
     def expand(self, width: int, height: int, times: Sequence[float]) -> Expansion:
-        """See `PictureTokens.expand`. Raises ValueError if the family can't place the frames."""
+        """Return the tokens that replace a video's marker (see `PictureTokens.expand`). Raises ValueError if the family
+        can't place the frames."""
         import torch
 
         # Each family limits the frame size by its own rule, so the processor itself runs, on frames without data.
@@ -61,11 +62,11 @@ class NativeVideo(ABC):
 
     @abstractmethod
     def ids(self, grid: Grid, times: Sequence[float]) -> array[int]:
-        """Return the token ids for a place with this grid and these frame times (in seconds)."""
+        """Return the token ids that the model reads for a video with this grid and these frame times (in seconds)."""
 
     @abstractmethod
     def positions(self, grid: Grid, times: Sequence[float]) -> tuple[NDArray[np.int64], int]:
-        """Return the positions (3, tokens) of the place's tokens, from 0 on, and the position of the next token."""
+        """Return the positions (3, tokens) of a video's tokens, from 0 on, and the position of the token after them."""
 
     def processed(self, frames: Tensor) -> tuple[Grid, dict[str, Tensor]]:
         """Return the grid and the tower's arguments for frames, which are uint8 of shape (frames, 3, height, width)."""

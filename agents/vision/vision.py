@@ -32,7 +32,8 @@ class UnsupportedVision(UsageError, ValueError):
 
 
 class BadPlace(TapereelError, ValueError):
-    """A place's pixels can't be read, or don't fit the place's length or grid. The message names the file."""
+    """The pixels of a picture or video can't be read, or don't fit its recorded place (length or grid). The message
+    names the file."""
 
     def __init__(self, message: str, name: str, *, missing: bool = False) -> None:
         super().__init__(message)
@@ -45,7 +46,7 @@ class Expansion(NamedTuple):
 
     ids: array[int]
     grid: tuple[int, ...]
-    """See `Place.grid`."""
+    """The grid that is recorded in `Place.grid`, such as (1, height, width) in patches."""
 
 
 class PictureTokens(Protocol):
@@ -102,22 +103,24 @@ class Vision(PictureTokens, Protocol):
     """A family of vision models, with the settings of one model."""
 
     def feature_mask(self, place: Place) -> NDArray[np.bool_]:
-        """Return a mask (length,) of the place's tokens. It is true for the tokens that take a feature. The others are
-        ordinary tokens, which for example name a tile's row and column."""
+        """Return a mask (length,) over the tokens of a picture or video. It is true for the tokens that take a feature.
+        The others are ordinary tokens, which for example name a tile's row and column."""
         ...
 
     def patches(self, grid: tuple[int, ...]) -> int:
-        """Return `Pixels.patches` for a place with this grid."""
+        """Return the number of patches that the tower processes for a picture or video with this grid."""
         ...
 
     def positions(self, places: Sequence[Place], length: int) -> NDArray[np.int64] | None:
-        """Return rotary positions (axes, length), from 0 on, for a prompt with these places. After the last place, they
-        are equal on all axes and grow by 1 per token. Returns None if a token's position is its index."""
+        """Return rotary positions (axes, length), from 0 on, for a prompt of `length` tokens. `places` shows where its
+        pictures are. After the last picture, the positions are equal on all axes and grow by 1 per token. Returns None
+        if a token's position is its index."""
         ...
 
     def pixels(self, place: Place, file: Callable[[str], bytes]) -> Pixels:
-        """Decode and process the place's files. `file` returns a file's bytes by its name. The call blocks. Raises
-        BadPlace if a file is missing or damaged, or if its pixels don't fit the place's length or grid."""
+        """Decode and process the files of the picture or video at `place`. `file` returns a file's bytes by its name.
+        The call blocks. Raises BadPlace if a file is missing or damaged, or if its pixels don't fit the place's length
+        or grid."""
         ...
 
     def features(self, model: nn.Module, pixels: Sequence[Pixels]) -> Tensor:

@@ -16,7 +16,7 @@ SHOWN = 20
 """Maximum number of verdicts that are printed one by one. `--json` has all of them."""
 
 KEPT = ("agent", "env", "reward", "model", "layer", "mask", "tolerance")
-"""If these arguments are given, they are recorded in the file with the verdicts."""
+"""Names of arguments that are recorded with the verdicts if they are given."""
 
 SPELLED = {"replay": "replay agent", "reexec": "replay env", "rescore": "replay rewards", "requery": "replay model"}
 """The command for each check, by the name of the check in verdicts."""

@@ -1,9 +1,10 @@
-"""Continuous batching as a synchronous state machine, with slots, sampled tokens, and KV kept between turns.
+"""Continuous batching: all running requests share one forward per token, and may join or leave after each token.
 
-The running rows always fill the slots [0, b). A new row takes the next free slot. When a row leaves, the last row moves
-into its slot. When new weights make the KV stale, all generations are evicted. They join again with their completions
-as part of their prompts, so new weights need no separate code path. Between two turns of a conversation, its KV is
-parked. The least recently used entry is evicted first.
+A slot holds the KV of one running generation, which is one row of the batch. The b running rows always fill the slots 0
+to b - 1. A new row takes the next free slot. When a row leaves, the last row moves into its slot. When new weights make
+the KV stale, all generations are evicted. They join again with their completions as part of their prompts, so new
+weights need no separate code path. Between two turns of a conversation, a copy of its KV is kept (parked). If space
+runs out, the least recently used copy is dropped.
 
 This module has no event loop, requests or versions. The caller decides when to call each method.
 """
@@ -28,12 +29,13 @@ from .kv_cache import NOTHING, Seen, SlotDecoder
 from .sampler import draw, uniforms
 
 SPARE = 64
-"""Number of padding tokens that a joint prefill may contain before it is split in two. For a model with a million
-parameters on one core, a second forward costs about as much as 64 tokens."""
+"""Number of padding tokens that a prefill of several prompts may contain, in addition to a quarter of its real tokens.
+With more padding, it is split in two. For a model with a million parameters on one core, a second forward costs about
+as much as 64 tokens."""
 
 Family = list["Generation"]
-"""Generations that share one row of a prefill. The first generation's tokens begin with the tokens of each of the
-others."""
+"""Generations that share one row of a prefill, because the tokens of each one are a prefix of the first one's
+tokens."""
 
 
 @dataclass(slots=True)
@@ -55,7 +57,7 @@ class Stats:
     max_batch: int = 0
     """Largest number of rows that ran together."""
     busy_seconds: float = 0.0
-    """Wall time, in seconds, that the driver spent on prefill, decoding and sampling."""
+    """Wall time, in seconds, that the engine spent on prefill, decoding and sampling."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +77,8 @@ class Generation:
     """Ids that must not occur among the first `min_tokens` sampled tokens."""
     min_tokens: int
     key: str
-    """Key under which the KV is parked. If the key is empty, the KV isn't parked."""
+    """Key under which the KV is kept (parked) for the conversation's next turn. If the key is empty, the KV is
+    dropped."""
     places: tuple[Place, ...] = ()
     """The pictures of the prompt, in order."""
     pixels: dict[int, Callable[[], Pixels]] = field(default_factory=dict)
@@ -121,7 +124,7 @@ class Batch:
         return len(generation.prompt) + len(generation.ids) - self.shared(generation)[1]
 
     def shared(self, generation: Generation) -> tuple[Parked | None, int]:
-        """See `ParkingLot.find`."""
+        """Return the parked KV that this generation can reuse, and the number of its tokens that this KV covers."""
         return self.parked.find(generation.key, _keys(generation), generation.places)
 
     def groups(self, generations: Iterable[Generation]) -> list[list[Family]]:
@@ -130,8 +133,8 @@ class Batch:
         real = 0
         families = [(self.missing(family[0]), family) for family in self._families(generations)]
         for new, family in sorted(families, key=lambda pair: pair[0]):
-            # Lengths ascend, so the group becomes `new` columns wide with this family. The left side is the group's
-            # size with padding.
+            # Lengths ascend, so the group becomes `new` columns wide with this family. The left side of the comparison
+            # is the group's size with padding.
             if out and (len(out[-1]) + 1) * new <= (real + new) * 1.25 + SPARE:
                 out[-1].append(family)
                 real += new
@@ -142,8 +145,8 @@ class Batch:
 
     def _families(self, generations: Iterable[Generation]) -> list[Family]:
         """Group generations that begin with the same tokens, so that a shared prompt is computed only once. A
-        generation with parked KV gets its own row. The forward skips its first tokens, and they may include the last
-        token of another generation."""
+        generation with parked KV gets its own row, because the forward skips its first tokens. Another generation may
+        end at one of these skipped tokens, and would then get no logits."""
         out: list[Family] = []
         whole: list[tuple[bytes, Generation]] = []
         for generation in generations:
@@ -241,7 +244,7 @@ class Batch:
         if self.pictures is None:
             return NOTHING
         rotary = None if rows[0].positions is None else np.zeros((len(rows[0].positions), len(rows), new.max()), int)
-        # Parked KV never ends inside a place, so either all tokens in a place are computed or none.
+        # Parked KV never ends inside a picture, so either all of a picture's tokens are computed or none.
         shown = [(row, place) for row, n in enumerate(have) for place in rows[row].places if place.offset >= n]
         features = self.pictures.of({place.key: rows[row].pixels[place.key] for row, place in shown})
         first = dict(zip(features, np.cumsum([0, *map(len, features.values())]), strict=False))

@@ -1,9 +1,9 @@
 """The embedded engine samples a transformers model inside this process, in the event loop.
 
 Contract. Any number of concurrent requests share one batch. Every token carries the version of the weights that gave
-its log-prob. With `reprefill` and `drain`, the log-prob is exact for these weights and the full prefix (float32). A
-request never hangs. It ends with a completion, an `EngineError`, or a cancellation that reports the partial completion.
-After each decoding step, the engine yields to the event loop. An idle engine has no task.
+its log-prob. In the weight sync modes `reprefill` and `drain`, the log-prob is exact for these weights and the full
+prefix (float32). A request never hangs. It ends with a completion, an `EngineError`, or a cancellation that reports the
+partial completion. After each decoding step, the engine yields to the event loop. An idle engine has no task.
 
 Concurrency. One driver task runs all forwards in the event loop's thread. Methods change state only between two awaits,
 so the state needs no lock. A trainer uses another copy of the model and may run in another thread, but must call
@@ -70,12 +70,12 @@ class _Flight:
     generation: Generation
     landed: asyncio.Future[Finish]
     spans: list[tuple[str, int, int]] = field(default_factory=list)
-    """Closed spans as (version, start, end). Tokens after the last closed span were sampled with the current
-    version."""
+    """Ranges of ids that were sampled with one version of the weights, as (version, start, end). Ids after the last
+    range were sampled with the current version."""
     listener: Listener | None = None
     on_start: Callable[[], None] | None = None
     heard: int = 0
-    """Number of ids that the listener has received."""
+    """Number of ids that the request's listener has received."""
 
     def tell(self) -> None:
         """Send the listener the ids sampled since the last call."""
@@ -85,7 +85,7 @@ class _Flight:
             self.listener.tokens(ids[start:])
 
     def close_span(self, version: str) -> None:
-        """Add a closed span for `version` with all tokens since the previous span."""
+        """Record that all ids after the last span were sampled with `version`."""
         start = self.spans[-1][2] if self.spans else 0
         if len(self.generation.ids) > start:
             self.spans.append((version, start, len(self.generation.ids)))
@@ -196,7 +196,8 @@ class EmbeddedEngine:
     async def score(
         self, ids: Sequence[int], places: Sequence[Place] = (), picture: Callable[[str], bytes] | None = None
     ) -> array[float]:
-        """See `CapableEngine.score`. The log-probs come from one plain forward with the current weights."""
+        """Return the log-prob of each of `ids[1:]` (see `CapableEngine.score`), from one plain forward with the current
+        weights."""
         self._check_loop()
         prompt, shown = array("i", ids), tuple(places)
         request = Request(messages=(), prompt=prompt, places=shown, picture=picture, sampling=Sampling(), seed=0)
@@ -218,10 +219,10 @@ class EmbeddedEngine:
     ) -> None:
         """Replace the weights with `state` between two decoding steps. Later tokens carry `version`.
 
-        Raises ValueError if the version was published before. The caller may allow this with `again`, and then
-        guarantees that the weights are the same. Raises `UsageError`, and changes nothing, if `state` isn't a state
-        dict for this model. `state` must not change until this method returns, so pass a copy if the weights are being
-        trained. Parked KV is dropped, and each conversation computes it again at its next turn."""
+        Raises ValueError if the version was published before. With `again`, it may be published a second time, and the
+        caller guarantees that its weights are the same. Raises `UsageError`, and changes nothing, if `state` isn't a
+        state dict for this model. `state` must not change until this method returns, so pass a copy if the weights are
+        being trained. Parked KV is dropped, and each conversation computes it again at its next turn."""
         self._check_loop()
         if mode not in ("reprefill", "drain", "stale_kv"):
             raise ValueError(f"publish mode {mode!r}: must be reprefill, drain or stale_kv")
@@ -237,7 +238,7 @@ class EmbeddedEngine:
         self._wake()
 
     def check(self, state: Mapping[str, Tensor]) -> None:
-        """Raise `UsageError` unless `sync_weights` accepts `state`."""
+        """Raise `UsageError` if `sync_weights` would refuse `state`."""
         self._decoder.check(state)
 
     def freeze(self) -> None:
@@ -337,8 +338,8 @@ class EmbeddedEngine:
                 generation.pixels[place.key] = lambda held=held, again=again: held.pop() if held else again()
 
     def _completion(self, flight: _Flight, finish: Finish) -> Completion:
-        # The spans of a request that has left the batch are closed already, and this call doesn't change them. A later
-        # weight sync therefore can't give its tokens a newer version.
+        # This call changes nothing for a request that has left the batch, because its spans were closed then. Its
+        # tokens keep the old version even if a weight sync has happened since.
         flight.close_span(self.version)
         generation = flight.generation
         usage = Usage(

@@ -66,9 +66,9 @@ class EngineServer(HttpService):
         slots: int = 64,
         capacity: int | None = None,
     ) -> None:
-        """Take ownership of `model`. Clients send `token` as their API key. If it is None, a new token is created.
-        Clients on this machine find it by themselves if they run as the same user. `version` names the initial weights.
-        Raises UsageError if the token is too short."""
+        """Take ownership of `model`. Clients send `token` as their API key. By default, a new token is created, which
+        clients of the same user on this machine find by themselves. `version` names the initial weights. Raises
+        UsageError if the token is too short."""
         super().__init__(host, token)
         self.name = name
         self.engine = EmbeddedEngine(
@@ -233,7 +233,8 @@ class EngineServer(HttpService):
         if mode == "keep":
             self.engine.freeze()
             return {}
-        # An earlier pause may have frozen the engine. This pause waits for completions, which never end while frozen.
+        # An earlier pause may have frozen the engine. This pause waits until completions end, which they can't while
+        # the engine is frozen.
         self.engine.thaw()
         tasks = list(self._under_way.values())
         if mode == "abort":
@@ -297,7 +298,7 @@ class _Stream:
         self.heard.put_nowait(ids)
 
     def again(self) -> None:
-        """Do nothing, because the embedded engine makes only one attempt."""
+        """Never called, because the embedded engine makes only one attempt for each request."""
 
     async def pass_on(self) -> None:
         """Send ids to the client until the completion ends."""

@@ -63,7 +63,8 @@ class Parked:
     """The first tokens of a conversation and their KV."""
 
     keys: NDArray[np.int64]
-    """The result of `tapes.places.keys`. Two tokens have equal elements if their ids and pictures are equal."""
+    """One key for each token, from `tapes.places.keys`. Two tokens have equal keys if their ids and pictures are
+    equal."""
     places: tuple[Place, ...]
     kv: Tensor
 
@@ -72,11 +73,11 @@ class ParkingLot(BoundedCache[str, Parked]):
     """Holds the KV of conversations, with at most `budget` tokens in total."""
 
     def find(self, key: str, keys: NDArray[np.int64], places: tuple[Place, ...]) -> tuple[Parked | None, int]:
-        """Return the entry under `key`, and the number of leading tokens that the prompt `keys` shares with it exactly.
-        The shared part never ends inside a picture.
+        """Return the entry under `key`, and the number of its first tokens that a prompt can reuse. `keys` and `places`
+        describe the prompt. The reused tokens are equal in both, and never end inside a picture.
 
-        It never includes the prompt's last token either. A forward must compute this token, because its logits are
-        needed to sample the next one."""
+        The prompt's last token is never reused. A forward must compute it, because its logits are needed to sample the
+        next token."""
         entry = self.get(key)
         if entry is None:
             return None, 0
@@ -95,8 +96,8 @@ class PictureFeatures:
         self._processing = Lock()
 
     def pixels(self, place: Place, file: Callable[[str], bytes]) -> Pixels:
-        """See `Vision.pixels`. May be called in threads. A picture that several requests show is processed only
-        once."""
+        """Return a picture's pixels, as `Vision.pixels` does. May be called in threads. A picture that several requests
+        show is processed only once."""
         with self._processing:
             found = self._pixels.get(place.key)
             if found is None:
@@ -105,8 +106,8 @@ class PictureFeatures:
             return found
 
     def of(self, shown: Mapping[int, Callable[[], Pixels]]) -> dict[int, Tensor]:
-        """Return the features of each picture, of shape (count, levels, D), by key. `shown` has one function for each
-        picture. It returns the pixels, and is called only if the features must be computed."""
+        """Return the features of each picture, of shape (count, levels, D), by key. For each picture, `shown` has a
+        function that returns the pixels. It is called only if the cache doesn't have the features."""
         found = {key: features for key in shown if (features := self.features.get(key)) is not None}
         todo = [(key, pixels()) for key, pixels in shown.items() if key not in found]
         ends = accumulate(pixels.patches for _, pixels in todo)

@@ -85,7 +85,8 @@ class _SlotCache(Cache):
         """Store this layer's new keys and values. Returns its keys and values at all attended positions."""
         keys, values = self.kv[2 * layer_idx], self.kv[2 * layer_idx + 1]
         # All padding in a row is written to one position. Its content is undefined on a GPU, but no query reads it.
-        # With autocast, keys are wider than the cache's dtype, to which attention would round them in any case.
+        # With autocast, the new keys have a wider dtype than the cache. Attention would round them to the cache's dtype
+        # in any case.
         keys[self._rows, :, self._write] = key_states.transpose(1, 2).to(keys.dtype)
         values[self._rows, :, self._write] = value_states.transpose(1, 2).to(values.dtype)
         return keys[self._view, :, : self._attended], values[self._view, :, : self._attended]
@@ -212,7 +213,8 @@ class SlotDecoder:
 
     @torch.inference_mode()
     def features(self, pixels: Sequence[Pixels]) -> Tensor:
-        """See `Vision.features`. Features are computed with the same weights and dtype as sampled tokens."""
+        """Return the features of pictures, as `Vision.features` does, with the same weights and dtype as sampled
+        tokens."""
         assert self.vision is not None
         with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
             return self.vision.features(self.model, pixels)
@@ -255,7 +257,7 @@ class SlotDecoder:
         self._cache.kv = self._cache.kv.new_empty(0)
 
     def check(self, state: Mapping[str, Tensor]) -> None:
-        """Raise `UsageError` unless `load(state)` will succeed."""
+        """Raise `UsageError` if `load` would refuse `state`."""
         own: dict[str, Tensor] = self.model.state_dict()
         extra = sorted(state.keys() - own.keys())
         if extra:

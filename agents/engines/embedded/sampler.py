@@ -77,7 +77,8 @@ def draw(
 def _filtered(p: Tensor, top_p: NDArray[np.float64], top_k: NDArray[np.int64]) -> Tensor:
     """Return `p` with zeros outside each row's candidates.
 
-    Of the `top_k` most probable tokens, the candidates are the first few that together reach the share `top_p`."""
+    The candidates are found in two steps. First, the `top_k` most probable tokens are kept. Of these, the most probable
+    ones are taken until they have the share `top_p` of the kept probability."""
     sorted_p, order = torch.sort(p, dim=-1, descending=True, stable=True)
     rank = torch.arange(p.shape[-1], device=p.device)
     most = torch.from_numpy(np.where(top_k > 0, top_k, p.shape[-1])).to(p.device)[:, None]

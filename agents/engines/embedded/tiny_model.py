@@ -1,7 +1,8 @@
 """A chat model small enough for a test: a character-level tokenizer with a chat template and an untrained transformer.
 
-The functions create both without a download. `save_pretrained` works as with any other model. A message has only one
-role token, one token per character and one end token, because each token costs noticeable time on a CPU.
+The functions create the tokenizer and the model without a download. `save_pretrained` works as with any other model. A
+message has only one role token, one token per character and one end token, because each token costs noticeable time on
+a CPU.
 """
 
 from __future__ import annotations

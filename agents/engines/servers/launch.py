@@ -68,7 +68,8 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the process that starts this server has ended")
 os.execvp(sys.argv[2], sys.argv[2:])
 """
-"""A program that becomes the server. The server then ends when its parent process does, even after a SIGKILL."""
+"""A program that asks Linux for a signal when its parent process ends, and then replaces itself with the server. The
+server therefore ends with its parent, even if the parent is killed by SIGKILL."""
 _VERSION = """
 from importlib.metadata import distributions
 print(*(f"{found.name}-{found.version}" for found in distributions() if (found.name or "").startswith("vllm")))

@@ -97,8 +97,8 @@ class HostedFailed(EngineError):
         self.after = after
         """Seconds to wait before a retry, as given by the `Retry-After` header, or None without this header."""
         self.away = away
-        """Whether the provider is answering no requests at the moment. None if it may only be slow with this
-        request."""
+        """True if the provider can't answer any request at the moment, and False if it answers others. None if it is
+        unknown, because the provider may only be slow with this request."""
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """Uses LoRA adapters on vLLM servers. Each version is an adapter with its own name, and the base weights never change.
 
-Contract. A completion is sampled entirely with the adapter that is current when its request is sent, so it has one
-span. A weight sync therefore pauses no server and makes no KV cache stale. An old adapter is unloaded after its last
-request has ended. If a publish fails, it raises an error, and the current version stays in use.
+Contract. A completion is sampled entirely with the adapter that is current when its request is sent, so all its tokens
+have one version. A weight sync therefore pauses no server and makes no KV cache stale. An old adapter is unloaded after
+its last request has ended. If a publish fails, it raises an error, and the current version stays in use.
 
 The servers must run with `--enable-lora` (`tapereel serve model --lora RANK`). This module doesn't import peft, because
 an adapter is just a folder in peft's format.
@@ -100,7 +100,8 @@ class AdapterEngine(RemoteEngine):
         syncs: Sequence[WeightSync],
         adapters: AdapterConfig | None = None,
     ) -> None:
-        """See `RemoteEngine`. `version` is the version that the servers report for the base weights."""
+        """The arguments are the same as in `RemoteEngine`, except for the LoRA settings `adapters`. `version` is the
+        version that the servers report for the base weights."""
         super().__init__(
             servers, dialect, renderer, capabilities, config, version=version, syncs=syncs, takes_weights=True
         )
@@ -154,8 +155,8 @@ class AdapterEngine(RemoteEngine):
             await super().close()
 
     async def _load(self, version: str, folder: Path) -> None:
-        """Load the adapter on all servers. If a server fails, unloads the adapter from the others and raises
-        PublishFailed. Without the unloading, a later attempt with the same version would fail there."""
+        """Load the adapter on all servers. If a server fails, unloads the adapter from the others, so that they accept
+        a later attempt with the same version. Then raises PublishFailed."""
         body = {"lora_name": version, "lora_path": str(folder)}
         results = await asyncio.gather(
             *(self._control(server, "/v1/load_lora_adapter", body) for server in self._servers), return_exceptions=True
@@ -201,8 +202,8 @@ class AdapterEngine(RemoteEngine):
 
     @contextmanager
     def _sampling_with(self) -> Iterator[tuple[str, str]]:
-        # A publish may change `_current` while the request is in flight. It is read only once, because the count that
-        # increases now must decrease at the end. Otherwise the adapter would never be unloaded.
+        # `_current` is read only once, because a publish may change it while the request is in flight. The same
+        # adapter's count must increase now and decrease at the end. Otherwise the adapter would never be unloaded.
         name = self._current
         if name is None:
             yield self.capabilities.model, self.version
@@ -214,7 +215,8 @@ class AdapterEngine(RemoteEngine):
             self._uses[name] -= 1
 
     def _versioned(self, found: Sampled, flight: Flight) -> Sampled:
-        # Servers report the base weights' version, not the adapter's. If it differs, the base weights have changed.
+        # Servers report the base weights' version, not the adapter's. If this version has changed since the connection,
+        # the base weights were replaced.
         labels = {version for version, _, _ in found.spans or ()}
         if labels - {self._base_label}:
             raise EngineError(

@@ -5,10 +5,10 @@ log-prob and weight version. Otherwise it raises `EngineError`. No request outli
 answers, all requests wait and are repeated (`transport/absence.py`). All other retries are up to the agent's model
 interface (`LLM`).
 
-A conversation stays with one server, because it is in the prefix cache there, until a request to that server fails. A
-new conversation goes to the server with the fewest requests in flight. If a request is cancelled, the engine aborts it
-at the server and passes the tokens sampled so far to `request.on_partial`. After a failed weight sync, the engine
-refuses all requests.
+A conversation stays with one server, which has its tokens in the prefix cache. After a failed request, it moves to
+another server. A new conversation goes to the server with the fewest requests in flight. If a request is cancelled, the
+engine aborts it at the server and passes the tokens sampled so far to `request.on_partial`. After a failed weight sync,
+the engine refuses all requests.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Capabilities:
     takes_weights: bool
     """Whether the server has routes that receive new weights."""
     route: str
-    """Route for completions. It takes token ids, unless it is a chat route, which takes messages and returns ids."""
+    """Route for completions. It takes the prompt as token ids. Only a chat route takes messages, and returns the
+    prompt's ids."""
     sees: bool = False
     """Whether the server reads pictures, and turns them into the same tokens as the local renderer."""
 
@@ -96,22 +97,23 @@ log = logger("engine")
 
 class ForeignWeights(EngineError):
     """A server sampled with the wrong weights. Either they are older than the weights that were current when the
-    request was sent, or this engine never published them. A restarted server has wrong weights until the next weight
-    sync."""
+    request was sent, or this engine never published them. A restarted server has wrong weights until it gets the run's
+    weights again. Also raised if a request ends without a token for that reason."""
 
 
 @dataclass(slots=True)
 class Flight:
-    """One request in flight."""
+    """One request that was sent to a server and isn't answered yet."""
 
     server: Server
     id: str
     version: str
     """The weight version that was current when the request was sent."""
     pinned: bool = False
-    """Whether the request must be answered by this server."""
+    """Whether only `server` may answer the request. Otherwise, a repeated request may go to another server."""
     moment: int = 0
-    """The value that `RemoteEngine._moment` had when the request was sent."""
+    """The value of `RemoteEngine._moment` when the request was sent. It shows whether a weight sync overlapped the
+    request."""
     stream: ChunkStream | None = None
     """The answer received so far, or None if it isn't streamed."""
 
@@ -171,9 +173,9 @@ class RemoteEngine:
         """`_moment` when the last sync in a mode other than `drain` began. Completions that were in flight at that time
         may have tokens from two versions."""
         self._restored: dict[str, int] = {}
-        """For each restarted server's address, the `_moment` at which it began to get the run's weights again. The
-        pause before the weights ends all requests on the server, also those sent between that moment and the pause. If
-        a request had no token by then, its answer names no weight version."""
+        """For each restarted server's address, the value of `_moment` when the engine began to send it the run's
+        weights again. The server is paused for this, which ends all requests that were sent with this or an earlier
+        `_moment`. If one of them has no token yet, its answer names no weight version, and it is sent again."""
         self._broken: Exception | None = None
         """The error of a failed weight sync, or None. It is never cleared, because the weights stay unknown to this
         engine."""
@@ -228,7 +230,7 @@ class RemoteEngine:
     async def score(
         self, ids: Sequence[int], places: Sequence[Place] = (), picture: Callable[[str], bytes] | None = None
     ) -> array[float]:
-        """See `CapableEngine.score`. The values are the log-probs that vLLM returns for a prompt."""
+        """Return the log-prob of each of `ids[1:]` (see `CapableEngine.score`), as vLLM computes them for a prompt."""
         tokens, sampling = array("i", map(int, ids)), Sampling(max_tokens=1)
         request = Request(messages=(), prompt=tokens, places=tuple(places), picture=picture, sampling=sampling, seed=0)
         self._check(request)
@@ -241,8 +243,8 @@ class RemoteEngine:
         return scored(answer, tokens)
 
     def _note(self, error: EngineError, server: Server, request: Request) -> None:
-        """Record a failed request. Raises PromptTooLong if the prompt is too long for the model.
-        `status` is None if the server sent no status, and 0 if the error isn't a `ServerFailed`."""
+        """Record a failed request. Raises PromptTooLong if the prompt is too long for the model. The local `status` is
+        None if the server sent no status, and 0 if the error isn't a `ServerFailed`."""
         status = error.status if isinstance(error, ServerFailed) else 0
         if status == 400 and _too_long(str(error)):
             raise PromptTooLong(str(error)) from error
@@ -359,9 +361,9 @@ class RemoteEngine:
             )
 
     async def _ask(self, flight: Flight, request: Request) -> Sampled:
-        """Send the request. While no server answers, it is repeated for up to `patience` seconds. If a server has other
-        weights, they are restored once, and the request is sent again. All other errors are raised at once, because the
-        agent's model interface retries them and records each attempt."""
+        """Send the request. While no server answers, it is repeated for up to `patience` seconds. If the server sampled
+        with other weights than the run's, it gets the run's weights, and the request is sent once more. All other
+        errors are raised at once, because the agent's model interface retries them and records each attempt."""
         restored = False
         with self.absence.request() as tries:
             while True:
@@ -448,7 +450,7 @@ class RemoteEngine:
 
     @contextmanager
     def _sampling_with(self) -> Iterator[tuple[str, str]]:
-        """Yield the model's name on the servers, and the weight version. Both are for one request."""
+        """Yield the model's name on the servers and the weight version, for use in one request."""
         yield self.capabilities.model, self.version
 
     async def _answer(self, flight: Flight, request: Request, model: str) -> object:
@@ -469,8 +471,8 @@ class RemoteEngine:
 
     def _versioned(self, found: Sampled, flight: Flight) -> Sampled:
         """Return the answer with version spans. Raises ForeignWeights if a version is unknown, or older than the one
-        that was current when the request was sent. Raises EngineError if the answer names no versions and may contain
-        tokens from two.
+        that was current when the request was sent. Raises EngineError if the answer names no versions, but may contain
+        tokens from two versions.
 
         If the answer has no spans and no sync overlapped the request, all tokens have `flight.version`. An odd
         `flight.moment` means that the request was sent during a sync. `_mixed > flight.moment` means that a sync in a
@@ -529,7 +531,8 @@ class RemoteEngine:
         )
 
     def _home(self, key: str) -> Server:
-        """Return the conversation's server, or choose one. `key` is empty if the request has no conversation."""
+        """Return the server of the conversation with this cache key. For a new conversation, choose one. `key` is empty
+        if the request belongs to no conversation."""
         home = self._homes.get(key)
         if home is None:
             home = self._wellness.best(self._servers)
@@ -558,8 +561,9 @@ class RemoteEngine:
 
 
 async def is_away(server: Server, error: ServerFailed, seconds: float) -> bool:
-    """Return whether the server that failed with `error` is away. `seconds` is the time limit for the health check.
-    Raises EngineStopped if all later requests would fail too, for example because the API key is wrong."""
+    """Return whether the server that failed with `error` can't answer any request at the moment. `seconds` is the time
+    limit for the health check. Raises EngineStopped if all later requests would fail too, for example because the API
+    key is wrong."""
     reason = stop_reason(error.status, str(error))
     if reason is not None:
         raise EngineStopped(str(error), reason) from error

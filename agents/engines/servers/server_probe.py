@@ -36,8 +36,8 @@ REFUSED = (401, 403, 404, 405, 501)
 
 
 async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabilities]:
-    """Return the first dialect whose route `server` doesn't refuse, and the server's capabilities. Raises
-    EngineError."""
+    """Return the dialect (format of requests) to use with `server`, and the server's capabilities. The first dialect
+    whose route the server accepts is used. Raises EngineError."""
     kind = await kind_of(server)
     dialects: list[Dialect] = [Generate(renderer), Completions(), Chat(renderer.template_kwargs)]
     if kind.startswith("SGLang"):

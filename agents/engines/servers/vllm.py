@@ -71,7 +71,7 @@ def scored(answer: object, ids: Sequence[int]) -> array[float]:
 
 
 class _VLLM:
-    """What vLLM's dialects have in common."""
+    """Base class of vLLM's dialects."""
 
     name = "vllm"
     streams = False
@@ -140,9 +140,9 @@ class Generate(_VLLM):
         }
 
     def _shown(self, request: Request, prompt: array[int]) -> Json:
-        """Return the body's fields for a request with pictures. The server puts the first picture at the first marker,
-        and so on. Raises EngineError if the model sampled a marker before a picture, because the server would put the
-        picture there."""
+        """Return the body's fields for a request with pictures. In the prompt, each picture is replaced by one marker
+        token. The server puts the first picture at the first marker, and so on. Raises EngineError if the model sampled
+        this token before a picture, because the server would put the picture there."""
         assert request.picture is not None
         assert self._pictures is not None
         ids, parts, end = list[int](), list[Json](), 0

@@ -99,7 +99,8 @@ class Absence:
         return now - self.since
 
     def notice(self, error: EngineError, now: float, gone: float) -> None:
-        """Log why the run waits, unless the last message was less than `REMINDER` seconds ago."""
+        """Log why the run waits. The first message comes after `NOTICE` seconds, and the next ones every `REMINDER`
+        seconds. `gone` is the number of seconds without an answer so far."""
         if now < self._next_notice:
             return
         self._next_notice, self._noticed = now + REMINDER, True
@@ -122,7 +123,8 @@ class Tries:
 
     @property
     def alone(self) -> bool:
-        """Whether only this request fails. Others are being answered now, or were answered after its first failure."""
+        """Whether only this request fails, while other requests are answered now or were answered after its first
+        failure."""
         since = self._absence.since
         return since is None or (self._first is not None and since > self._first)
 

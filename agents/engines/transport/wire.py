@@ -24,8 +24,8 @@ FLOOR = -9000.0
 """Log-probs at or below this value (nats) are rejected. Servers send -9999 if they don't know a log-prob. The log-prob
 of a token that was really sampled is never this low."""
 ABOVE_ZERO = 1e-3
-"""Rounding can lift the log-prob of a near-certain token above zero, at most to this value (nats). It is then read as
-0."""
+"""Log-probs between 0 and this value (nats) are read as 0, because rounding can lift the log-prob of a near-certain
+token above zero. Larger values are rejected."""
 
 
 LATEST = 3600.0
@@ -163,8 +163,8 @@ def sampled(
 
 
 def same_prompt(request: Request, found: Sampled) -> None:
-    """Raise EngineError, without retry, if the server read other prompt ids than `request` has, or pictures at other
-    places. The answer may lack the prompt ids only if the request has no pictures.
+    """Check that the server read the prompt ids of `request`, with its pictures at the same places. If it didn't,
+    raises EngineError, without retry. The answer may lack the prompt ids only if the request has no pictures.
 
     Log-probs are valid only after exactly the recorded prompt. With any other prompt, training would be wrong without
     any error."""
@@ -209,8 +209,8 @@ def checked_logprob(value: object, k: int) -> float:
 
 
 def _spans(versions: Any, n: int) -> tuple[tuple[str, int, int], ...] | None:
-    """Return the version spans. Raises BadAnswer unless they cover all `n` tokens in order, without gap or overlap.
-    Staleness is computed from the version of each token."""
+    """Return the version spans, from which each token's staleness is computed. They must cover all `n` tokens in order,
+    with no gap or overlap. Otherwise, BadAnswer is raised."""
     if versions is None:
         return None
     try:

@@ -36,7 +36,7 @@ class Rests(Protocol):
         ...
 
     async def restore(self, part: Part) -> None:
-        """Allocate `part` on the GPU again."""
+        """Allocate `part` (the weights or the KV cache) on the GPU again."""
         ...
 
 
@@ -64,7 +64,8 @@ class Sleeper:
                 self.state = "asleep"
 
     async def weights(self) -> None:
-        """Go from `asleep` or `unknown` to `weights`. The other states already have weights."""
+        """Go from `asleep` or `unknown` to `weights`. Does nothing in the other two states, because the weights are on
+        the GPU already."""
         async with self._lock:
             if self.state not in ("awake", "weights"):
                 await self._restore("weights", then="weights")

@@ -114,8 +114,8 @@ class VLLMReload:
         await self._post("/update_weight_version", {"new_version": version})
 
     async def free(self) -> None:
-        """See `WeightSync.free`. Does nothing if the server isn't paused or lacks the routes. A paused server's weights
-        may be from two versions, so their version becomes unknown."""
+        """End a pause that was left behind, for example by a trainer that died. Does nothing if the server isn't paused
+        or lacks the routes. A paused server's weights may be from two versions, so their version becomes unknown."""
         try:
             found = await self.server.get("/is_paused", seconds=self._seconds)
         except ServerFailed as error:
