@@ -51,7 +51,7 @@ class EngineReport(CheckReport):
     engine: str
     """Name of the engine's class."""
     trainable: bool
-    """Whether the engine declares the capabilities that training needs, and has the members that belong to them."""
+    """Whether the engine can be used in training. If so, it declares the needed capabilities and has their members."""
     tokens: int
     """Number of tokens sampled by all requests of the check."""
 

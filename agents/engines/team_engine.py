@@ -76,7 +76,7 @@ def refuse_pictures(name: str, shows: str | None) -> None:
 class TeamEngine:
     """An `Engine` for a rollout of several agents: `TeamEngine({"match/white": white, "match/black": black})`.
 
-    The first engine is the lead, which receives the weights that the loop syncs. The weights of another engine change
+    The first engine is the lead, to which the training loop sends new weights. The weights of another engine change
     only if its own `sync_weights` is called. The engines in `lent` stay open when the team is closed.
     """
 

@@ -38,8 +38,8 @@ class Clock:
     def random(self, tape: Tape) -> Random:
         """Return this agent's random generator for the current turn. Within a turn, all calls return the same one.
 
-        Each turn has a new generator, so that a fork or a replay that begins at a later turn draws the same numbers. It
-        is seeded with the episode's sampling seed, so the attempts in a group draw different numbers.
+        Each turn has a new generator, so that a fork or a replay that begins at a later turn draws the same numbers.
+        The generator is seeded with the episode's sampling seed, so the attempts in a group draw different numbers.
         """
         key = (tape.scope, self._recorder.log.turn)
         if key not in self._random:

@@ -55,7 +55,8 @@ async def complete(engine: Engine, request: Request) -> Completion:
 class _Rest:
     """The listener of the second request. It reports the answer's first token together with this request's tokens.
 
-    A retry of the second request therefore withdraws the first token too, as `Listener.again` promises.
+    If the second request is retried, the caller's listener discards the first token too (`Listener.again`), and then
+    gets it again.
     """
 
     def __init__(self, listener: Listener, first: array[int]) -> None:

@@ -100,7 +100,7 @@ class TokenBudget:
         try:
             return turn.result() if turn.done() else await turn
         except asyncio.CancelledError:
-            # The call may be cancelled after it got tokens and before it resumed. Its tokens must not be lost.
+            # A call may be cancelled after it got tokens, but before it continued. These tokens must be given back.
             if not turn.cancelled():
                 self.give(turn.result())
             raise

@@ -448,8 +448,8 @@ class _Exchange:
         """Take tokens for this call from the episode's limit, and return their number. Raises LimitReached if all are
         spent.
 
-        In a replay, the engine knows how many tokens the recorded call got. This number can't be computed again. It
-        depended on how long concurrent answers took, and no tape records that.
+        In a replay, the engine decides how many tokens the call gets, from the recorded call. This number can't be
+        computed again, because it depended on how long concurrent answers took, and no tape records that.
         """
         llm, request = self._llm, self._pending.request
         if llm._recorded is not None and llm._limits.tokens is not None:

@@ -339,8 +339,8 @@ class Control(Gateway):
             open_.task.cancel()
         else:
             open_.end.set_result(asked)
-        # This uses `wait` and not `await open_.task`, so that a client that disconnects doesn't cancel the tape's
-        # rollout.
+        # If the client disconnects now, `wait` alone is cancelled. `await open_.task` would cancel the tape's rollout
+        # too.
         await asyncio.wait([open_.task])
         if not open_.task.cancelled() and isinstance(error := open_.task.exception(), StoreFailed):
             raise error

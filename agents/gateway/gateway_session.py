@@ -166,8 +166,8 @@ class Session:
         self._declared: dict[str, Use] = {}
         self.closed = False
         self.broken: BaseException | None = None
-        """The exception that must end the episode, even if the program ignores that its request was refused. It comes
-        from a failing store, the end of a replay, or an error in Tapereel."""
+        """The exception that must end the episode, even if the program continues after its request was refused. It
+        comes from a failing store, the end of a replay, or an error in Tapereel."""
         self.failed: ModelFailed | None = None
         """The engine's last failure, or None if a later request was answered."""
         self.limited: LimitReached | None = None

@@ -263,8 +263,8 @@ _loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictionar
 @asynccontextmanager
 async def _shared() -> AsyncIterator[Gateway]:
     shared = _loops.setdefault(asyncio.get_running_loop(), _Shared())
-    # `users` is increased before the lock is taken. Otherwise another program that ends at the same time could stop the
-    # gateway that this program is about to use.
+    # `users` is increased before the lock is taken. Otherwise another program could end at the same time and stop the
+    # gateway, which this program is about to use.
     shared.users += 1
     try:
         async with shared.lock:

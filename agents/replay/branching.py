@@ -1,8 +1,8 @@
 """Branching continues a recorded episode from one of its turns, with another agent, model, sampling or seed.
 
 First the environment is restored and compared with the record. If it doesn't reach the recorded state, no continuation
-is rolled out by default. A caller may ask for continuations nevertheless, and each of them then records the reason.
-Each continuation is a separate tape, and its `begin` names the parent's digest and the turn. `branch` takes a tape and
+is rolled out by default. A caller may still ask for continuations, and each of them then records the reason. Each
+continuation is a separate tape, and its `begin` names the parent's digest and the turn. `branch` takes a tape and
 objects. `branch_run` takes them from a run's configuration, and records the continuations in the same run.
 """
 

@@ -182,8 +182,8 @@ class _Attempts:
         self.done, self.total = 0, len(setup.tasks) * config.attempts
         """The number of attempts that have ended, and the number of all attempts."""
         for summary in directory.store.summaries(split=config.split, closed=True):
-            # An episode that failed because of the model counts only in the process that ran it, where its attempt is
-            # retried. A later process repeats it with the same seed, because the server may answer then.
+            # If an episode failed because of the model, only the process that ran it counts it, and retries the
+            # attempt. A later process repeats the episode with the same seed, because the server may answer then.
             cut = (Status.CANCELLED, Status.CRASHED)
             failed = summary.status == Status.ERROR and summary.cause == CauseType.MODEL
             if summary.group is not None and summary.status not in cut and not failed:

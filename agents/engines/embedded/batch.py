@@ -124,7 +124,8 @@ class Batch:
         return len(generation.prompt) + len(generation.ids) - self.shared(generation)[1]
 
     def shared(self, generation: Generation) -> tuple[Parked | None, int]:
-        """Return the parked KV that this generation can reuse, and the number of its tokens that this KV covers."""
+        """Return the parked KV that the generation can reuse, and the number of its tokens for which there is parked
+        KV."""
         return self.parked.find(generation.key, _keys(generation), generation.places)
 
     def groups(self, generations: Iterable[Generation]) -> list[list[Family]]:

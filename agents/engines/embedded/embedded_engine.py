@@ -338,8 +338,8 @@ class EmbeddedEngine:
                 generation.pixels[place.key] = lambda held=held, again=again: held.pop() if held else again()
 
     def _completion(self, flight: _Flight, finish: Finish) -> Completion:
-        # This call changes nothing for a request that has left the batch, because its spans were closed then. Its
-        # tokens keep the old version even if a weight sync has happened since.
+        # If the request has left the batch, its spans are closed already, and this call changes nothing. Its tokens
+        # keep their version even if a weight sync has happened since.
         flight.close_span(self.version)
         generation = flight.generation
         usage = Usage(
@@ -522,7 +522,7 @@ class EmbeddedEngine:
         for flight in self._flights.values():
             flight.close_span(self.version)
         self._decoder.load(state)
-        # Parked KV belongs to the old weights. A turn that reused it would get log-probs that belong to no version.
+        # Parked KV belongs to the old weights. If a turn reused this KV, its log-probs would belong to no version.
         self._batch.parked.clear()
         if self._batch.pictures is not None:
             self._batch.pictures.features.clear()

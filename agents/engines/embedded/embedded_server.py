@@ -4,7 +4,8 @@
     POST /pause, /collective_rpc (reload_weights),                     /is_paused
          /reset_prefix_cache, /update_weight_version, /resume
 
-It is meant for models that fit into one process, and for testing clients of vLLM without vLLM. It differs from vLLM:
+The server is meant for models that fit into one process, and for testing clients of vLLM without vLLM. These are its
+differences from vLLM:
 
 1. Every route requires the access token.
 2. The server rejects unsupported sampling parameters (penalties, unknown fields) and never ignores them.
@@ -132,8 +133,8 @@ class EngineServer(HttpService):
         if name in self._under_way:
             raise UsageError(f"request_id {body.get('request_id')!r} is in flight already")
         stream = _Stream(request, name) if body.get("stream") else None
-        # The completion is a separate task, so that /abort_requests and /pause can cancel it without cancelling this
-        # handler, which then answers with the partial completion.
+        # The completion runs in its own task. If /abort_requests or /pause cancels this task, the handler continues and
+        # answers with the partial completion.
         task = self._under_way[name] = asyncio.ensure_future(self.engine.complete(replace(asked, listener=stream)))
         try:
             if stream is not None:
@@ -197,8 +198,8 @@ class EngineServer(HttpService):
     def _likeliest(self, asked: Request, found: Completion, n: int) -> Sequence[Sequence[tuple[int, float]]]:
         """Return the `n` most probable (id, log-prob) pairs at the position of each token, or nothing if `n` is 0.
 
-        They come from one plain forward with the current weights, which may be newer than the weights that sampled the
-        tokens."""
+        The pairs come from one plain forward with the current weights. If a weight sync has happened since, these are
+        not the weights that sampled the tokens."""
         if not n or not found.ids or asked.prompt is None:
             return [()] * len(found.ids or ())
         import torch

@@ -98,8 +98,8 @@ class Seen(NamedTuple):
     rotary: NDArray[np.int64] | None = None
     """Rotary positions of shape (axes, rows, columns), or None if a token's position is its index."""
     where: NDArray[np.int64] | None = None
-    """For each token, its index into `features`, or -1 if it has no feature. The shape is (rows, columns). None if no
-    token has a feature. `features` has shape (N, levels, D)."""
+    """For each token, an index into `features`, or -1 for a token without a feature. The shape is (rows, columns), and
+    `features` has shape (N, levels, D). None if the tokens contain no picture."""
     features: Tensor | None = None
 
 
@@ -181,8 +181,8 @@ class SlotDecoder:
         """
         columns = ids.shape[1]
         position = (have + new - columns)[:, None] + np.arange(columns)
-        # Padding comes before the row's new tokens. Its KV goes to the extra position `capacity`, which no query
-        # attends to. Padding itself gets position 0, so that its queries have a valid key. Its outputs are not used.
+        # Padding tokens come before the row's new tokens. Their KV goes to the extra position `capacity`, which no
+        # query attends to. They get position 0, so that their queries have a valid key. Their outputs are not used.
         padding = position < have[:, None]
         write = np.where(padding, self.capacity, position)
         position[padding] = 0

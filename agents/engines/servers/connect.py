@@ -1,7 +1,7 @@
 """Connects to vLLM or SGLang servers and returns one `RemoteEngine` for all of them.
 
-`probe` measures what the servers can do. This module sets up the configured way to send them new weights. If they don't
-support it, an error says what to change.
+`probe` measures what the servers can do. This module sets up the configured way to send them new weights. If a server
+doesn't support this way, an error says what to change.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ async def connect(
     adapters: AdapterConfig | None = None,
     servers: Sequence[Server] = (),
 ) -> RemoteEngine:
-    """Return an engine that samples from the servers in `config`, or from `servers`, which the engine then owns.
+    """Return an engine that samples from the servers in `config`. If `servers` are given, the engine uses these
+    connections instead, and owns them.
 
     If `weights` is true, weight syncs are possible. Servers that were left paused are then resumed. Servers may have
     different weights at first, because the first weight sync makes them equal. `adapters` has the settings for

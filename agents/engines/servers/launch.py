@@ -49,8 +49,8 @@ TRANSFER = [
 ]
 """Flags that load the weight-transfer backend in `vllm_worker`."""
 SIGHT = ["--allowed-media-domains", "none.invalid", "--limit-mm-per-prompt", '{"image": 256}']
-"""These flags keep the server from fetching pictures from URLs, because no host has a name that ends in `.invalid`.
-They also limit the number of pictures in a prompt."""
+"""These flags keep the server from fetching pictures from URLs, because the only allowed host, `none.invalid`, can't
+exist. They also limit the number of pictures in a prompt."""
 PIL = ["--mm-processor-kwargs", '{"use_fast": false}']
 """These flags make the server resize pictures with Pillow, as the local processor does. They are for families whose
 pictures aren't sent in their final size (`PictureTokens.fitted`). SmolVLM's video processor refuses the option's newer

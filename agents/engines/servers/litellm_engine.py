@@ -174,8 +174,8 @@ class LiteLLMEngine:
 
     @property
     def can(self) -> frozenset[Capability]:
-        """The engine's capabilities. It sends pictures as data URLs. If the model can't read them, the provider rejects
-        them."""
+        """The engine's capabilities. Pictures are sent as data URLs. If the model can't read pictures, the provider
+        rejects the request."""
         return frozenset({"pictures", "stats", "absence"})
 
     @property

@@ -2,7 +2,7 @@
 
 Contract. A completion is sampled entirely with the adapter that is current when its request is sent, so all its tokens
 have one version. A weight sync therefore pauses no server and makes no KV cache stale. An old adapter is unloaded after
-its last request has ended. If a publish fails, it raises an error, and the current version stays in use.
+its last request has ended. A failed weight sync raises an error, and the current version stays in use.
 
 The servers must run with `--enable-lora` (`tapereel serve model --lora RANK`). This module doesn't import peft, because
 an adapter is just a folder in peft's format.

@@ -170,8 +170,8 @@ class RemoteEngine:
         self._moment = 0
         """Increases when a weight sync begins and when it ends, so it is odd while a sync is in progress."""
         self._mixed = 0
-        """`_moment` when the last sync in a mode other than `drain` began. Completions that were in flight at that time
-        may have tokens from two versions."""
+        """The value of `_moment` when the last weight sync in a mode other than `drain` began. Completions that were in
+        flight at that time may have tokens from two versions."""
         self._restored: dict[str, int] = {}
         """For each restarted server's address, the value of `_moment` when the engine began to send it the run's
         weights again. The server is paused for this, which ends all requests that were sent with this or an earlier
@@ -428,7 +428,7 @@ class RemoteEngine:
         await tries.failed(error, after=None if error.after is None else min(error.after, 30.0))
 
     async def _restore(self, server: Server, error: ForeignWeights) -> None:
-        """Send the newest weights to a restarted server, which has only the weights that it was started with.
+        """Send the newest weights to a restarted server, because it has lost all weights that were sent to it.
 
         Raises EngineStopped if this engine has published no weights, because the server then has a different model."""
         if not self._written:

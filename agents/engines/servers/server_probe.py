@@ -149,7 +149,7 @@ async def _gap(server: Server, dialect: Dialect, request: Request, model: str) -
 
 
 async def _takes_weights(server: Server) -> bool:
-    """Return whether the server reports its weight version, which shows that its weight routes are enabled."""
+    """Return whether the server's weight routes are enabled. If they are, it reports the version of its weights."""
     try:
         return await weight_version(server) is not None
     except EngineError:

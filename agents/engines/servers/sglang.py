@@ -100,7 +100,7 @@ class SGLangWeights:
         await self.server.get("/model_info", seconds=self._seconds)
 
     async def free(self) -> None:
-        """Resume a server that was left paused by a trainer that died. Does nothing if the server isn't SGLang.
+        """Resume the server if a trainer died and left it paused. Does nothing if the server isn't SGLang.
 
         SGLang has no route that reports a pause, but resuming a running server has no effect. The version is right even
         after an interrupted sync, because one request sets weights and version together."""

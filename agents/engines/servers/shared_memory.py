@@ -4,8 +4,8 @@
 For each name in a note, `sweep` deletes the segment or semaphore if no process maps it any more. Segments of other
 programs are in no note, so they are never deleted. Both functions do nothing on systems other than Linux.
 
-Inodes are compared instead of names, because the process that created a semaphore maps it by a name that has been
-removed since.
+Files are compared by inode and not by name. The reason is semaphores: the process that creates one maps it under a
+temporary name, which is removed afterwards.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """vLLM's dialects: `/inference/v1/generate` (ids in, ids out), and two others for servers that refuse this route.
 
 `/v1/completions` takes token ids. `/v1/chat/completions` takes messages, and the server renders them with its own copy
-of the chat template. It returns the prompt ids, which must equal the local renderer's ids. Chat answers are streamed.
-If a request is cancelled, its tokens have arrived already, so no abort route is needed.
+of the chat template. The server returns the prompt ids, which must equal the local renderer's ids. Chat answers are
+streamed, so the tokens sampled before a cancellation have arrived already, and no abort route is needed.
 
 The functions are pure, work on JSON values, and were written for vLLM 0.32 and 0.33. Requests contain every sampling
 parameter, because vLLM takes missing ones from the model's generation_config.json.

@@ -1,7 +1,7 @@
 """Shared parts of the requests and answers of all token servers, and checks before an answer becomes training data.
 
 A `Dialect` builds JSON requests for one kind of server and reads its answers. Every answer goes through `sampled`,
-which rejects anything that would train the model on wrong values, such as different numbers of log-probs and ids,
+which rejects anything that would train the model on wrong values. Examples are different numbers of log-probs and ids,
 unknown log-probs, and version spans with gaps. The functions are pure. They work on JSON values and open no connection.
 """
 

@@ -4,10 +4,11 @@ The state machine has three known states. Each method is idempotent and leads to
 
     awake --sleep--> asleep --weights--> weights --wake--> awake      (wake also accepts asleep)
 
-A server that is `asleep` has no KV on the GPU. vLLM has no weights there either, SGLang keeps them. In the state
-`weights`, it has only weights, so that a weight sync can replace them. After a failed call the state is `unknown`, and
-the next call goes through all of its steps again. Before each step towards `awake`, `Sleeper` releases the unused GPU
-memory that this process caches. It also clears the server's prefix cache, because its keys and values were freed.
+A server that is `asleep` has no KV on the GPU. vLLM has no weights there either, while SGLang keeps them. In the state
+`weights`, the server has only weights, so that a weight sync can replace them. After a failed call the state is
+`unknown`, and the next call does all of its steps again. Before each step towards `awake`, `Sleeper` releases the
+unused GPU memory that this process caches. It also clears the server's prefix cache, because its keys and values were
+freed.
 
 vLLM's routes are `/sleep` and `/wake_up`. On CUDA they need `--enable-sleep-mode`. The CPU build accepts both calls,
 but only pauses and frees no memory. SGLang's routes are `/release_memory_occupation` and `/resume_memory_occupation`.

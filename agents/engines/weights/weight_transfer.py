@@ -50,8 +50,8 @@ class VLLMTransfer(VLLMReload):
         await self._post("/finish_weight_update", {"weight_version": version})
 
     async def _call_weights(self, version: str) -> None:
-        # An update that stays open blocks later updates and the layers that it opened. The finish call ends it with the
-        # weights received so far, and layers that received none get their old weights back.
+        # A failed sync may leave an update open, which blocks later updates and the update's layers. The finish call
+        # ends this update with the weights received so far. Layers that received none get their old weights back.
         try:
             await self._post("/finish_weight_update", {"weight_version": version})
         except ServerFailed as error:
