@@ -264,8 +264,8 @@ def _warnings_on_stderr() -> Iterator[None]:
 
 
 def _with_options(text: str, parser: argparse.ArgumentParser) -> str:
-    """Return a message from the library for the command line. Arguments (`` `resume=True` ``) and settings
-    (`` `loop.groups=8` ``) in it are replaced by the command's options."""
+    """Return the library's message in terms of the command line. Python arguments (`` `resume=True` ``) and settings
+    (`` `loop.groups=8` ``) are replaced by the command's options."""
     flags = {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
 
     def option(found: re.Match[str]) -> str:

@@ -35,7 +35,7 @@ CHECKS = {
     "weights": "tokens carry the new version after sync_weights",
     "close": "close works, and works twice",
 }
-"""For each check, what is true if it passes. The checks run in this order."""
+"""The name of each check, and the fact that holds if the check passes. The checks run in this order."""
 QUESTION: tuple[Message, ...] = ({"role": "user", "content": "Count from one to ten."},)
 VERSION = "check_engine:1"
 """Version name with which the check syncs `weights`."""

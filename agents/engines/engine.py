@@ -96,7 +96,7 @@ class Request:
     cache_key: str = ""
     """Requests with the same key belong to one conversation. An engine may keep the KV cache between them."""
     on_partial: Callable[[Completion], None] | None = field(default=None, compare=False)
-    """Called once if the request is cancelled, before CancelledError is raised. It gets what was sampled so far."""
+    """Called once if the request is cancelled, before CancelledError is raised. It gets the completion so far."""
     on_start: Callable[[], None] | None = field(default=None, compare=False)
     """Called when the model begins to work on the request, if the engine can tell. Until the first call, the request
     counts as waiting in the engine's queue (`agents/episode/timers.py`). Further calls have no effect."""
@@ -236,8 +236,8 @@ class CapableEngine(TrainableEngine, Protocol):
 
     @property
     def samplers(self) -> Mapping[str, Sampler]:
-        """For the capability `copies`: a function for each copy of the weights, by the copy's name, that samples with
-        this copy. The training loop uses them to check that new weights reached every copy."""
+        """For the capability `copies`: a function for each copy of the weights, by the copy's name. The function
+        samples with this copy. The training loop uses these functions to check that new weights reached every copy."""
         ...
 
     @property

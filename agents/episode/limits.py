@@ -106,7 +106,7 @@ class TokenBudget:
             raise
 
     def hold(self, tokens: int) -> int:
-        """Take `tokens` tokens, even if fewer are left, as a replay does. Return their number."""
+        """Take exactly `tokens` tokens, even if fewer are left, and return this number. Used in a replay."""
         self._held += tokens
         return tokens
 

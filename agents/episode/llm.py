@@ -176,12 +176,13 @@ class LLM(Clock):
     # Attribution: for each yielded step, the rollout asks which path yielded it and which calls it was read from
 
     def spoke(self, step: Step, path: str) -> None:
-        """Note that the sub-agent at `path` is about to yield this step. `delegate` calls this method."""
+        """Remember that the sub-agent at `path` is about to yield this step. `delegate` calls this method."""
         if not any(seen is step for seen, _ in self._delegated):
             self._delegated.append((step, path))
 
     def read_from(self, step: Step, call: str) -> None:
-        """Attribute `step` to this call alone, even if the agent made others. Call this before the step is yielded."""
+        """Record that the agent read `step` from this call alone, even if it made other calls in the turn. Call this
+        before the step is yielded."""
         self._read.append((step, call))
 
     def attribute(self, step: Step, outermost: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
@@ -204,7 +205,7 @@ class LLM(Clock):
         return path, tuple((call, 0, self._completion_tokens(call)) for call in calls)
 
     def end_turn(self) -> None:
-        """Note that the turn has ended, so that later steps are attributed only to calls in their own turn."""
+        """Forget the turn's calls, so that later steps are attributed only to calls in their own turn."""
         self._newest.clear()
         self._unread.clear()
 
@@ -274,7 +275,8 @@ class LLM(Clock):
         return self.latch(LimitReached(limit, message))
 
     def latch(self, reached: LimitReached) -> LimitReached:
-        """Make all later calls raise the first limit that was reached, and return it. `reached` is the newest limit."""
+        """Remember the first limit that the episode reaches, and return it. Every later call raises this limit.
+        `reached` is a newly reached limit, which counts only if it is the first."""
         self.latched = self.latched or reached
         return self.latched
 
@@ -290,8 +292,8 @@ class LLM(Clock):
         return ModelFailed(error_text(error))
 
     def _answered(self, path: str, call: str) -> None:
-        """Note that a call was answered, so that later steps of `path` can be attributed to it. A call without an
-        answer isn't noted, because no step can be read from it."""
+        """Remember that a call was answered, so that later steps of `path` can be attributed to it. Only calls with an
+        answer are remembered, because no step can be read from any other call."""
         self._unread.setdefault(path, []).append(call)
         self._newest[path] = call
         if self._budget.spent:

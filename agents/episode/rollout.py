@@ -3,7 +3,7 @@
 Almost every error of the agent, the environment or the model only ends the episode. It is recorded on the tape and not
 raised, because a failed episode is data too. Three errors of a running episode are raised. A failure of the store is
 raised at once, because an episode that can't be recorded must stop. A cancellation by the caller is raised after the
-tape is closed. So is `EngineStopped`, which means that the engine can't answer any episode.
+tape is closed. `EngineStopped` is raised then too. It means that the engine can't answer any episode.
 """
 
 from __future__ import annotations
@@ -322,7 +322,8 @@ class Episode:
                 raise
 
     async def _act(self) -> tuple[Action | None, tuple[Status, Cause | None] | None]:
-        """Run one turn of the agent. Return (the Action, None), or (None, the end's status and cause)."""
+        """Run one turn of the agent. Return (action, None), or (None, (status, cause)) if the episode ends in this
+        turn."""
         view = Tape(self.log, scope=self.agent.path, agent_view=True)
         try:
             with self.timers.acting():

@@ -72,17 +72,17 @@ class Timers:
             self._change()
 
     def called(self) -> None:
-        """Note that a model call begins."""
+        """Called when a model call begins."""
         self._calls += 1
         self._change()
 
     def worked(self, more: int) -> None:
-        """Note that a model begins (1) or ceases (-1) to work on a call."""
+        """Called when a model begins (1) or ceases (-1) to work on a call."""
         self._working += more
         self._change()
 
     def answered(self) -> None:
-        """Note that a model call ends. The model must have ceased to work on it."""
+        """Called when a model call ends. The model must have ceased to work on it."""
         self._calls -= 1
         self._change()
 
@@ -142,28 +142,28 @@ class CallTimer:
         self._over = False
 
     def call(self) -> None:
-        """Note that the call begins with its first attempt."""
+        """Called when the call and its first attempt begin."""
         self._timers.called()
         self.begin()
 
     def begin(self) -> None:
-        """Note that an attempt begins."""
+        """Called when an attempt begins."""
         self._begun, self._queued = time.perf_counter(), None
 
     def start(self) -> None:
-        """Note that the model begins to work on the attempt. Engines call this as `Request.on_start`."""
+        """Called when the model begins to work on the attempt. Engines call it as `Request.on_start`."""
         if self._queued is None and not self._over:
             self._queued = time.perf_counter() - self._begun
             self._timers.worked(1)
 
     def attempt(self, error: str | None = None) -> Attempt:
-        """Note that the attempt has ended, and return its record."""
+        """End the attempt and return its record."""
         found = Attempt(seconds=time.perf_counter() - self._begun, error=error, queued=self._queued)
         self._wait()
         return found
 
     def end(self) -> None:
-        """Note that the call has ended."""
+        """Called when the call has ended."""
         self._wait()
         self._over = True
         self._timers.answered()

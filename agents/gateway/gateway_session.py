@@ -342,7 +342,8 @@ class Session:
         return Tape(self._llm.recorder.log)
 
     def _recorded(self, message: Message) -> Message:
-        """If the message repeats a sent answer with tool calls, return the recorded message. Others stay unchanged.
+        """Return the recorded message if `message` repeats a sent answer with tool calls. Return any other message
+        unchanged.
 
         The role `developer` becomes `system`, which chat templates know.
         """

@@ -46,7 +46,8 @@ class _Node:
     identity: tuple[str, str | None]
     """System messages and tools of the conversation's first call (see `_identity`)."""
     asked: str
-    """Digest or text of the prompt after the parent's tokens. Siblings with equal `asked` have the same prompt."""
+    """Digest or text of the prompt after the parent's tokens. Two calls with the same parent and equal `asked` have the
+    same prompt."""
     started: float
     """When the request was sent. This is the time of the record minus the durations of all attempts."""
     parent: _Node | None = None
@@ -117,7 +118,8 @@ def _share_identities(tape: Tape, nodes: Collection[_Node], roots: Sequence[_Nod
 
 
 def extends(tape: Tape, call: Call) -> bool:
-    """Return whether the recorded call continues its base and keeps the base's whole prompt and answer."""
+    """Return whether a recorded call extends its base, which means that its prompt begins with the base's whole prompt
+    and answer."""
     if call.base is None:
         return False
     base = tape.call(call.base)
@@ -264,8 +266,8 @@ def _retries(family: list[_Node]) -> None:
 
 
 def _branches(children: list[_Node]) -> None:
-    """Discard abandoned branches. A branch is abandoned if the program continued its parent in another way after the
-    branch's last answer."""
+    """Discard abandoned branches. A branch is abandoned if, after its last answer, the program continued the parent
+    call in another way."""
     if len(children) < 2:
         return
     last = max(children, key=lambda node: node.started)

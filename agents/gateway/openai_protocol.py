@@ -44,7 +44,8 @@ _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
 PICTURES = 500
 """Maximum pictures in one request, as at OpenAI."""
 PIXELS = 4 * MAX_PIXELS
-"""Maximum pixels in all pictures that a request sends for the first time. This limits the time for decoding."""
+"""Maximum number of pixels in all new pictures of a request. Pictures that an earlier request sent aren't decoded
+again, so they don't count."""
 CHUNK = "chat.completion.chunk"
 """The `object` field of each chunk of a stream."""
 
@@ -166,7 +167,7 @@ class ChatRequest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     model: str = ""
-    """The client's name for the model. The answer repeats it, but it selects nothing."""
+    """The client's name for the model. The answer repeats this name, but it doesn't choose a model."""
     messages: list[Message]
     """A message's content is plain text, or parts with data URLs that aren't decoded yet. Empty fields are left out."""
     tools: list[Annotated[dict[str, JsonValue], AfterValidator(_tool)]] = []

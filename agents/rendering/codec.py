@@ -20,7 +20,7 @@ MarkedT = TypeVar("MarkedT")
 _MARK = "\ufdd0"
 _BREAK = _MARK + "1"
 _LITERAL = _MARK + "0"
-"""Replaces a mark that is in the content itself. The mark is a Unicode noncharacter."""
+"""Written in place of a mark that the content itself contains. A mark is a Unicode noncharacter."""
 
 
 class RenderError(TapereelError, ValueError):

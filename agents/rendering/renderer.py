@@ -1,4 +1,5 @@
-"""Token in, token out. A call's prompt consists of an earlier call's ids and of new ids for what came after that call.
+"""Turns conversations into prompts. A prompt keeps the ids of an earlier call and adds new ids for everything that came
+after it.
 
 The template is rendered in full for every prompt, because only the full text shows whether the template rewrote
 history. If it didn't, the prompt keeps the ids of the earlier prompt and of the *sampled* completion, and only the text
@@ -441,7 +442,8 @@ class Renderer:
         marked_tools: Any,
         text: str,
     ) -> tuple[str | None, str | None]:
-        """Return (the text that follows the base's ids, None), or (None, why a new row starts)."""
+        """Return (text, None) if the prompt continues the base. The text follows the base's ids. Otherwise return
+        (None, reason), with the reason why a new row starts."""
         if shared < len(base.messages):
             if shared == len(messages):
                 return None, f"goes back to message {shared} of an earlier conversation"

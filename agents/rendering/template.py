@@ -33,7 +33,8 @@ _CALL: dict[str, Any] = {
 
 
 def template_text(tokenizer: ChatTokenizer) -> str:
-    """Return the template's text, or all named templates as JSON. Raises UsageError if none is usable."""
+    """Return the text of the tokenizer's chat template. If the tokenizer has several named templates, return all of
+    them as JSON. Raises UsageError if there is no template, or none is named `default`."""
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__

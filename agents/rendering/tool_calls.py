@@ -141,7 +141,8 @@ def _find(text: str, names: Collection[str], thinking: bool) -> list[_Written]:
         elif mark is not None:
             at, thinking = mark.end(), mark[0] == _THINK
             if mark[0] == _END_THINK:
-                # The prompt or a lost token opened the thought that ends here, so all text before this was part of it.
+                # A thought ends here that the prompt or a lost token opened, so all text before this point belongs to
+                # the thought.
                 found.clear()
                 fresh = True
 
@@ -234,8 +235,8 @@ def _written_call(body: str) -> tuple[Message | None, str]:
             raise ValueError(f"The call is not valid JSON: {error}.") from None
         return _chat(*_parts(value)), ""
     except ValueError as error:
-        # The text after the name stays as it is. A program that gets this call can't read it either, and will say so to
-        # the model.
+        # The text after the call's name is kept as it is. A program that gets the call can't read this text either, and
+        # will say so to the model.
         head = _HEAD.match(body)
         tail = body[head.end() :].strip() if head is not None else ""
         return _chat(head[1][1:-1], tail) if head is not None and tail else None, str(error)

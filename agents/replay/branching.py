@@ -121,7 +121,8 @@ async def _continue(
 
 
 def cut(tape: Tape, turn: int) -> Tape:
-    """Return the first `turn` turns. Raises ValueError if the tape has fewer turns or ended with them."""
+    """Return the part of the tape with its first `turn` turns. Raises ValueError if the tape has fewer turns, or if the
+    environment ended the episode with the last of them."""
     prefix = tape.at_turn(turn)
     if turn == tape.turns and tape.status in (Status.FINISHED, Status.TRUNCATED):
         raise ValueError(
@@ -372,9 +373,9 @@ def _speaking(players: dict[str, Any]) -> dict[str, Any]:
 def _check_weights(tape: Tape, config: BranchConfig, own: set[str], publishes: Mapping[str, Publish]) -> None:
     """Raise UsageError if the run's configuration names weights that didn't sample the tape.
 
-    The configuration names the weights that training began with. A tape from a later update was sampled by a
-    checkpoint. A branch with the first weights would silently compare two policies. `own` contains the players that
-    take their model from the run's configuration. In `own`, "" stands for the run's engine.
+    The configuration names the weights that training began with, but a checkpoint sampled the tapes of later updates. A
+    branch of one of these tapes with the first weights would silently compare two policies. `own` contains the players
+    that take their model from the run's configuration. In `own`, "" stands for the run's engine.
     """
     for name, publish in publishes.items():
         if name not in own:

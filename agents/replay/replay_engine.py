@@ -74,7 +74,8 @@ class ReplayEngine:
         self._queue = [call.call for call in tapes[0].calls if call.engine != "authored"] if self._only else []
         self._order = {call: k for k, call in enumerate(self._queue)}
         self.patience = 0.0
-        """Additional seconds that an answer waits if the agent's requests come from another process."""
+        """Additional seconds that an answer waits for the answers recorded before it. Used if the agent's requests come
+        from another process."""
         self._moved = asyncio.Event()
         self._answered: set[str] = set()
         self._turn_of_answers = 0

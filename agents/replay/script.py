@@ -170,7 +170,7 @@ class Script:
     # What happens
 
     def asked(self, call: Call, *, tokens: bool) -> None:
-        """Note that a request equalled the recorded one. `tokens` is true if its token ids were compared too."""
+        """Count a request that was equal to the recorded one. `tokens` is true if the token ids were compared too."""
         self.checked["calls"] += 1
         self.checked["prompts"] += tokens
         self.due[self.turns[call.call]].pop(call.call, None)
@@ -178,8 +178,8 @@ class Script:
     def stepped(self, record: StepRecord, calls: list[str]) -> Entry:
         """Compare a step, and the `calls` that the agent read it from, with the record. Return the recorded step.
 
-        Ends the replay by raising Over if the two steps differ, if an earlier call or step of the turn is missing, or
-        after the only turn of a replay of one turn.
+        Raises Over, which ends the replay, if the two steps differ, or if an earlier call or step of the turn is
+        missing. A replay of a single turn also ends after this turn.
         """
         by = record.by
         if not self.steps[by]:

@@ -37,7 +37,8 @@ RETRIES = 1
 
 
 def needs_episode(usable: Sequence[bool], retries: int = RETRIES) -> bool:
-    """Return whether an attempt needs another episode: none is usable, and at most `retries` episodes have failed.
+    """Return whether an attempt needs another episode, because none of its episodes is usable and at most `retries` of
+    them have failed.
 
     `usable` has one value for each episode of the attempt, which is True if the episode can be trained on. Episodes
     that a crash or a deadline cut off are left out. They say nothing about the attempt, and would use up its retries.
@@ -122,12 +123,13 @@ class Group:
     """The attempts at one task, and the episodes that they have so far."""
 
     number: int
-    """Place in the order of a loop's groups. It determines the task."""
+    """Number of the group in the order of the loop's groups. It determines the group's task."""
     task: object
     size: int
     """Number of attempts."""
     begun: int = 0
-    """The policy's number of updates when the group began. A retry may come at most the allowed staleness later."""
+    """The policy's number of updates when the group began. After more than the allowed number of further updates, a
+    retry would be too stale."""
     tapes: dict[int, list[Tape]] = field(default_factory=dict)
     """The closed tapes of each attempt, including retries."""
     prefixes: dict[int, Tape] = field(default_factory=dict)
@@ -144,7 +146,8 @@ class Group:
         return [tapes[-1] for _, tapes in sorted(self.tapes.items()) if tapes and comparable(tapes[-1])]
 
     def usable_episodes(self, attempt: int) -> list[bool]:
-        """Return one value for each episode that ended by itself: True if it can be trained on. See `needs_episode`."""
+        """For each episode of the attempt that ended by itself, return whether it can be trained on (see
+        `needs_episode`)."""
         tapes = self.tapes.get(attempt, ())
         return [comparable(tape) for tape in tapes if tape.status not in (Status.CRASHED, Status.CANCELLED)]
 

@@ -105,7 +105,8 @@ class RunSummary(Value):
     scored: int
     """Number of attempts with a reward."""
     usable: int
-    """Number of episodes that ended because of the agent. Only their rewards count."""
+    """Number of episodes that can be trained on, because the agent itself caused their end. Only their rewards
+    count."""
     turns: float | None
     """Mean number of actions per episode."""
     tokens: dict[str, int]

@@ -117,8 +117,8 @@ class SlotsConfig(RenderedConfig):
     """An engine whose model can be trained. In training, a second engine may sample with a copy of the weights."""
 
     slots: int = Field(default=64, ge=1)
-    """Maximum number of concurrent completions in an embedded engine. Further requests wait. With another engine,
-    this applies only if evaluation.engine=own, to the embedded engine that samples held-out tasks."""
+    """Maximum number of concurrent completions in an embedded engine. Further requests wait. With another kind of
+    engine, this is used only if evaluation.engine=own, for the embedded engine that then samples held-out tasks."""
     capacity: int | None = Field(default=None, ge=2)
     """Maximum length of a prompt and its completion together, in tokens, in the embedded engine. None means the
     model's limit, but at most 4,096."""
@@ -241,7 +241,8 @@ class CustomConfig(SlotsConfig, OptionsConfig):
     kind: str = Field(pattern=r"^[^:]+:[^:]+$")
     """The class or function, as `package.module:name` or `file.py:name`. It gets `options` as keyword arguments."""
     model: str | None = None
-    """The trainer's model, with the same meaning as in an embedded engine. It is required in training."""
+    """The trainer's model, which is a folder or a model on the hub, as for an embedded engine. It is required in
+    training."""
 
     def make(self, needs: Iterable[Capability] = (), use: str = "This run") -> Engine:
         """Create an engine.

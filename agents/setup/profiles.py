@@ -126,8 +126,8 @@ def fitted(config: ConfigT) -> ConfigT:
     """Return the configuration with each unset setting filled from the profile.
 
     Logs which profile applies and why. Also logs a warning for each number that is far from the profile's number.
-    Hosted models and models that aren't on this machine have no profile. A trained player without an optimiser gets
-    the user's settings of the loop's optimiser. The other settings come from the profile of the player's own model.
+    Hosted models and models that aren't on this machine have no profile. If a trained player has no optimiser settings,
+    it gets the loop's settings from the user. The profile of the player's own model fills the others.
     """
     whole: Any = config
     made: Any = _filled(config, [row for row in PROFILES if row.body is None], config)

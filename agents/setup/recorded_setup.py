@@ -58,8 +58,8 @@ def recorded_agent(run: str | Path, name: Agent | str | None, identity: Identity
     """Return the agent. `name` is an Agent, or the name of an agent to import. If it is None, the agent in the run's
     configuration is imported.
 
-    Raises UsageError if the configuration names none either. `identity` is the agent on the tapes, for the error
-    message only.
+    Raises UsageError if `name` is None and the configuration names no agent. `identity` is the agent on the tapes, for
+    the error message only.
     """
     if isinstance(name, Agent):
         return name

@@ -159,7 +159,8 @@ class Setup(TasksConfig, SeedConfig):
         return self.model_copy(update=names), LoadedSetup(made_agent, made_env, made_tasks, pool=pool, pixels=pixels)
 
     def _source(self, key: str, passed: Any) -> tuple[Any, str]:
-        """Return (the object, name or list to load, its name in errors). Raises UsageError if nothing names one."""
+        """Return (source, name). `source` is the object, or the name or list to load. `name` is for error messages.
+        Raises UsageError if there is no source."""
         setting = getattr(self, key)
         source = setting if passed is None else passed
         if source is None:
@@ -209,7 +210,7 @@ def load_env(source: EnvSource, name: str | None = None) -> EnvironmentFactory:
 
 
 def _loaded_env(source: EnvSource, name: str | None) -> tuple[EnvironmentFactory, str | None]:
-    """Return (the factory, the name of the environment's class if this class sets `pixels`, otherwise None)."""
+    """Return (factory, name). The name is the environment's class if this class sets `pixels`, and otherwise None."""
     name = name or (source if isinstance(source, str) else _name_of(source))
     found = _named(source, "env")
     wanted = "name an Environment class, or a function without arguments that makes an instance"
@@ -268,7 +269,7 @@ def load_tasks(
     dataset: DatasetConfig | None = None,
     name: str | None = None,
 ) -> Taskset:
-    """Return the tasks that `source` names or holds, or the first `count` of them.
+    """Load the tasks from `source`, and return all of them or the first `count`.
 
     `row` and `dataset` mean the same as `Setup.task_row` and `Setup.dataset`. `name` is used in error messages.
     """
@@ -348,7 +349,8 @@ def _name_of(thing: Any) -> str:
 
 
 def _name_of_tasks(thing: Any, tasks: Taskset) -> Any:
-    """Return the tasks' value for the recorded configuration: a short list of plain values itself, otherwise a name.
+    """Return the value for the tasks in the recorded configuration. A short list of plain values is recorded itself,
+    and anything else by a name.
 
     The name is the same as from `_name_of`. If it can't be imported, a digest of the tasks is added. Without this
     digest, no error would be raised when a run is resumed with other tasks.

@@ -46,7 +46,7 @@ class ModelConfig(Config):
 class PartnerConfig(ModelConfig):
     """A further model in the episodes, and the agents that it samples for.
 
-    Its engine must have the same tokenizer and chat template as the run's engine, or return only text.
+    The partner's engine must have the same tokenizer and chat template as the run's engine, or return only text.
     """
 
     agents: tuple[str, ...] = Field(min_length=1)

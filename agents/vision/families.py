@@ -129,7 +129,7 @@ class Family(ABC):
 
     @abstractmethod
     def _grid(self, width: int, height: int) -> tuple[int, ...]:
-        """Return `Place.grid` for a picture of this size in pixels."""
+        """Return the grid (`Place.grid`) of a picture with this size in pixels."""
 
     @abstractmethod
     def _ids(self, grid: tuple[int, ...]) -> array[int]:
@@ -143,7 +143,8 @@ class Family(ABC):
 class QwenVision(Family):
     """Qwen2-VL, Qwen2.5-VL and Qwen3-VL, which have positions on three axes (time, height, width).
 
-    A place's grid is (1, height, width) in patches. A square of `merge_size` by `merge_size` patches gives one feature.
+    The grid of a picture is (1, height, width) in patches. A square of `merge_size` by `merge_size` patches gives one
+    feature.
     """
 
     processors = ("Qwen2VLImageProcessorPil",)
@@ -213,8 +214,8 @@ class QwenVision(Family):
 class TiledVision(Family):
     """Idefics3 and SmolVLM, which read a picture as tiles, followed by the whole picture.
 
-    Before each tile there is a token that names its row and column. A place's grid is (rows, columns) of tiles, or (0,
-    0) if the picture isn't cut into tiles.
+    Before each tile there is a token that names its row and column. The grid of a picture is (rows, columns) of tiles,
+    or (0, 0) if it isn't cut into tiles.
     """
 
     processors = ("Idefics3ImageProcessorPil", "SmolVLMImageProcessorPil")

@@ -72,7 +72,7 @@ class NativeVideo(ABC):
         """Return the grid and the tower's arguments for frames, which are uint8 of shape (frames, 3, height, width)."""
         made = self.processor(
             videos=[frames],
-            # This is used only to select frames, and the frames on a tape have been selected already.
+            # The processor uses this argument only to select frames. The frames on a tape have been selected already.
             video_metadata=[{"total_num_frames": len(frames)}],
             do_sample_frames=False,
             input_data_format="channels_first",

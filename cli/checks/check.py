@@ -9,4 +9,4 @@ TARGETS: dict[str, tuple[str, str]] = {
     "env": ("cli.checks.check_env_command", "check that an environment keeps its contract"),
     "engine": ("cli.checks.check_engine_command", "check that an engine keeps its contract"),
 }
-"""For each target: (its module inside tapereel, its purpose)."""
+"""The commands of `tapereel check`. For each target: (its module inside tapereel, its purpose)."""

@@ -16,4 +16,4 @@ TARGETS: dict[str, tuple[str, str]] = {
     "rewards": ("cli.checks.replay_rewards", "score the recorded episodes again"),
     "model": ("cli.checks.replay_model", "compute the log-prob of every sampled token again"),
 }
-"""For each target: (its module inside tapereel, its purpose)."""
+"""The commands of `tapereel replay`. For each target: (its module inside tapereel, its purpose)."""

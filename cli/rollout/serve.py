@@ -13,4 +13,4 @@ TARGETS: dict[str, tuple[str, str]] = {
     "env": ("cli.rollout.serve_env", "serve an environment to agents and trainers in other processes"),
     "gateway": ("cli.rollout.serve_gateway", "serve any engine over OpenAI's protocol and record each episode"),
 }
-"""For each target: (its module inside tapereel, its purpose)."""
+"""The commands of `tapereel serve`. For each target: (its module inside tapereel, its purpose)."""

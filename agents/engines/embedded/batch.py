@@ -134,8 +134,8 @@ class Batch:
         real = 0
         families = [(self.missing(family[0]), family) for family in self._families(generations)]
         for new, family in sorted(families, key=lambda pair: pair[0]):
-            # Lengths ascend, so the group becomes `new` columns wide with this family. The left side of the comparison
-            # is the group's size with padding.
+            # Families come in ascending length, so if this one joins, the group's rows become `new` columns wide. The
+            # left side of the comparison is the group's size with padding.
             if out and (len(out[-1]) + 1) * new <= (real + new) * 1.25 + SPARE:
                 out[-1].append(family)
                 real += new
@@ -155,7 +155,7 @@ class Batch:
                 out.append([generation])
             else:
                 whole.append((_keys(generation).tobytes(), generation))
-        # In descending order, a token sequence comes directly after the sequences that it is a prefix of.
+        # In descending order, a token sequence directly follows the longer sequences that begin with it.
         longest = b""
         for tokens, generation in sorted(whole, key=lambda pair: pair[0], reverse=True):
             if longest.startswith(tokens):

@@ -208,7 +208,8 @@ class EmbeddedEngine:
         return array("f", self._decoder.score(ids, seen).tolist())
 
     def forget(self, cache_key: str) -> None:
-        """Drop the KV parked under `cache_key`. A request in flight with this key won't park its KV when it ends."""
+        """Drop the KV that is kept for the conversation `cache_key`. If one of its requests is in flight, the request's
+        KV won't be kept either."""
         self._batch.parked.forget(cache_key)
         for generation in self._flights:
             if generation.key == cache_key:
@@ -425,8 +426,8 @@ class EmbeddedEngine:
         return bool(self._batch.rows) or any(self._may_join(generation) for generation in self._waiting)
 
     def _may_join(self, generation: Generation) -> bool:
-        """Return whether a generation may join. During a drain, only generations with sampled tokens may. They can be
-        in the queue after an eviction, and the drain waits for them."""
+        """Return whether a generation may join. During a drain, only generations with sampled tokens may. An eviction
+        may have put them into the queue, and the drain waits for them."""
         return not self._drains or bool(generation.ids)
 
     async def _drive(self) -> None:
@@ -442,8 +443,8 @@ class EmbeddedEngine:
                 for flight in self._heard:
                     flight.tell()
                 self.stats.busy_seconds += time.perf_counter() - started
-                # This is the driver's only await. Only here can callers submit, cancel and sync weights, between two
-                # steps.
+                # This is the driver's only await. Only here, between two steps, can callers submit requests, cancel
+                # them and sync weights.
                 await asyncio.sleep(0)
         except asyncio.CancelledError:
             self._land_all()
@@ -508,7 +509,7 @@ class EmbeddedEngine:
             self._wake()
 
     def _drained(self) -> None:
-        """Let weight syncs that drain the batch continue if all generations with sampled tokens have ended."""
+        """Let weight syncs in mode `drain` continue, if all generations with sampled tokens have ended."""
         if self._drains and not self._batch.rows and not any(s.ids for s in self._waiting):
             for drain in self._drains:
                 if not drain.done():

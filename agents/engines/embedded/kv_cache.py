@@ -205,8 +205,8 @@ class SlotDecoder:
     ) -> dict[str, Any]:
         at = self._there(position)
         mask = torch.zeros(*position.shape, attended, dtype=self._cache.kv.dtype, device=self.device)
-        # A row's causal mask also hides what earlier sequences left in the slot, from position `have + new` on. Its
-        # value is the lowest finite number, because a row of only -inf would give NaN.
+        # A row's causal mask also hides what earlier sequences left in the slot, from position `have + new` on. Masked
+        # values are the lowest finite number, because a row of only -inf would give NaN.
         mask.masked_fill_(torch.arange(attended, device=self.device) > at[..., None], self._lowest)
         self._cache.aim(first, self._there(write), attended)
         return {"position_ids": at, "attention_mask": mask[:, None], "past_key_values": self._cache, "use_cache": True}

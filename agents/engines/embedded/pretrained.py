@@ -31,7 +31,7 @@ Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "
 Dtype = Literal["float32", "bfloat16"]
 """The dtype of a model's weights."""
 ADAPTERS = "adapter_config.json"
-"""Name of peft's file about adapters, which contains the name of their base model."""
+"""Name of the file in which peft stores the settings of adapters, including the name of their base model."""
 
 
 ModelT = TypeVar("ModelT", bound="torch.nn.Module")
@@ -65,8 +65,8 @@ def load_pretrained(
 
     `folder` may also be a name on the hub. See `device_of` for the names of devices. Adapters stay in float32. If
     `attention` is None, transformers selects the implementation. Raises UsageError if the folder or device is missing,
-    if the folder has no usable model, or if the model reads more than text and its family is unknown or not proven.
-    Raises Corrupt like `check_folder`, and MissingExtra if native video is used without torchvision."""
+    if the folder has no usable model, or if the model reads more than text and its family is unknown or fails
+    `prove_vision`. Raises Corrupt like `check_folder`, and MissingExtra if native video is used without torchvision."""
     from ...vision.families import family_of, prove_vision
 
     folder = model_folder(folder)

@@ -24,8 +24,8 @@ def as_seed(seed: int) -> int:
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a float64 in [0, 1) for each (seed, position). It is SplitMix64's output at this position in the stream
-    that starts from a hash of the seed.
+    """Return a float64 in [0, 1) for each (seed, position). It is the output of SplitMix64 at this position in a
+    stream, which starts from a hash of the seed.
 
     Without the hash, two seeds that differ by a multiple of the golden-ratio constant would give the same stream, only
     shifted.

@@ -107,7 +107,7 @@ async def _connected(
             raise EngineError(
                 f"the servers have different weights, {sorted(map(str, labels))}: restart them with the same ones"
             )
-        # The servers may differ now, because the next weight sync gives all of them the same weights.
+        # The servers may have different weights now, because the next weight sync makes them equal.
         labels = {DIFFERENT}
     version = labels.pop() or "default"
     if not adapted:

@@ -201,7 +201,7 @@ class LocalServer:
 
     def _check_port(self) -> None:
         """Raise EngineError if the address is in use. Otherwise another server could answer there, and `_up` would
-        believe that the new server is up."""
+        mistake it for the new server."""
         with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

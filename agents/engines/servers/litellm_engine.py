@@ -506,8 +506,8 @@ def _connection_lost(error: BaseException | None) -> bool:
 
 def is_hosted(model: str) -> bool:
     """Return whether `model` is litellm's name for a hosted model, either `provider/name` or a name without a provider.
-    The name of a folder isn't one. If litellm is missing or doesn't know `org` as a provider, `org/name` is a model on
-    the Hugging Face hub."""
+    A folder isn't a hosted model. If litellm is missing or knows no provider `org`, `org/name` is a model on the
+    Hugging Face hub, and not a hosted one."""
     provider, slash, _ = model.partition("/")
     if Path(model).is_dir():
         return False

@@ -243,8 +243,8 @@ class RemoteEngine:
         return scored(answer, tokens)
 
     def _note(self, error: EngineError, server: Server, request: Request) -> None:
-        """Record a failed request. Raises PromptTooLong if the prompt is too long for the model. The local `status` is
-        None if the server sent no status, and 0 if the error isn't a `ServerFailed`."""
+        """Record a failed request. Raises PromptTooLong if the prompt is too long for the model."""
+        # None if the server sent no status, and 0 if the error isn't a `ServerFailed`.
         status = error.status if isinstance(error, ServerFailed) else 0
         if status == 400 and _too_long(str(error)):
             raise PromptTooLong(str(error)) from error
@@ -458,8 +458,8 @@ class RemoteEngine:
         stops = dict.fromkeys(ends)
         body_of = partial(self._dialect.body, request, model=model, request_id=flight.id, stops=tuple(stops))
         body = await asyncio.to_thread(body_of) if request.places else body_of()  # pictures are read from files
-        # If tokens have no versions, an answer that overlaps a weight sync is rejected and requested again. Listeners
-        # then get no tokens at all, because whatever they get must be a prefix of the completion.
+        # A listener must get only tokens of the final completion. If tokens have no versions, an answer that overlaps a
+        # weight sync is rejected and requested again, so the listener gets no tokens at all.
         heard = request.listener if self._dialect.tells and self.capabilities.versions else None
         flight.stream = ChunkStream() if self._dialect.streams or heard is not None else None
         return await answered(flight.server, self._dialect, body, flight.stream, heard, request.on_start)
@@ -470,14 +470,14 @@ class RemoteEngine:
             raise EngineError(f"a publish failed while this was sampled: {self._broken}") from cause
 
     def _versioned(self, found: Sampled, flight: Flight) -> Sampled:
-        """Return the answer with version spans. Raises ForeignWeights if a version is unknown, or older than the one
-        that was current when the request was sent. Raises EngineError if the answer names no versions, but may contain
-        tokens from two versions.
+        """Return the answer with version spans. Raises ForeignWeights if a version is unknown or older than
+        `flight.version`, or if a restarted server ended the request without a token to get the run's weights. Raises
+        EngineError if the answer names no versions, but may contain tokens from two versions.
 
-        If the answer has no spans and no sync overlapped the request, all tokens have `flight.version`. An odd
-        `flight.moment` means that the request was sent during a sync. `_mixed > flight.moment` means that a sync in a
-        mode other than `drain` began later. A `drain` sync doesn't count, because it waits until the request has
-        ended."""
+        An answer without spans is accepted only if no sync overlapped the request. All its tokens then have
+        `flight.version`. If `flight.moment` is odd, the request was sent during a sync. If `_mixed > flight.moment`, a
+        sync in a mode other than `drain` began later. A `drain` sync doesn't count, because it waits until the request
+        has ended."""
         if not found.ids and found.finish == "abort" and self._restored.get(flight.server.url, -1) >= flight.moment:
             problem = f"{flight.server} ended a request before its first token, to get the run's weights again"
             raise ForeignWeights(problem, retry=True)

@@ -1,4 +1,4 @@
-"""Before the first token is recorded, measures what a server can do. Errors contain the remedy.
+"""Measures what a server can do, before the first token is recorded. Errors say what to change at the server.
 
 The probe finds out what kind of server it is, which route returns token ids, whether answers name weight versions, and
 whether the server can receive weights. No route reports the log-prob mode, so the probe measures it at temperature 1

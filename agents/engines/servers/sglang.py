@@ -48,7 +48,8 @@ class SGLangGenerate:
             "min_new_tokens": min(sampling.barring, sampling.max_tokens),
             "stop_token_ids": list(stops),
             **({"ignore_eos": True} if sampling.ignore_eos else {}),
-            # SGLang accepts only 31 bits, so requests whose seeds have the same low 31 bits sample with the same seed.
+            # SGLang's seeds have only 31 bits. Two requests draw the same random numbers if the low 31 bits of their
+            # seeds are equal.
             "sampling_seed": request.seed & (2**31 - 1),
             **sampling.extra,
         }

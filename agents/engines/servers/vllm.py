@@ -206,7 +206,7 @@ class Chat(_VLLM):
     abort_id = "chatcmpl-{}"
 
     def __init__(self, template_kwargs: Mapping[str, object] | None = None) -> None:
-        """`template_kwargs` are the arguments with which the local renderer renders. The server must use the same
+        """`template_kwargs` are the local renderer's arguments for the chat template. The server must use the same
         ones."""
         self._template_kwargs = dict(template_kwargs or {})
 

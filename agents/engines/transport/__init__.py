@@ -1,5 +1,5 @@
 """Exchanges requests and answers with a model server (HTTP, server-sent events), checks each answer, and marks the
 errors after which a retry may help.
 
-The package imports the engine protocol and the packages below `agents`.
+The package imports the engine protocol and `tapes`.
 """

@@ -148,7 +148,8 @@ class Tries:
         if left <= 0:
             raise error
         absence.notice(error, now, gone)
-        # Jitter (0.5 to 1.5) keeps requests that failed at the same time from being repeated at the same time.
+        # The wait is multiplied by a random number, because requests that failed together shouldn't be repeated
+        # together.
         wait = after if after is not None else self._pause * random.uniform(0.5, 1.5)
         self._pause = min(self._pause * 2, absence.longest)
         await asyncio.sleep(min(wait, left, absence.patience - gone))

@@ -91,7 +91,7 @@ class Dialect(Protocol):
     streams: bool
     """Whether answers always arrive as chunks of a chat completion. If False, an answer is one JSON value."""
     tells: bool
-    """Whether requests can ask for a stream with weight versions in its chunks, as in an unstreamed answer."""
+    """Whether the server can stream an answer whose chunks name weight versions, as an unstreamed answer does."""
 
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> Json:
         """Return `request` as a JSON body. The ids in `stops` end the completion."""

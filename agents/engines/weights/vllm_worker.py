@@ -78,7 +78,8 @@ def weights_in(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Extension:
-    """An empty worker extension. It makes vLLM import this module before the model, which registers the backend."""
+    """An empty worker extension. Because of it, vLLM imports this module before the model, and the import registers the
+    backend."""
 
 
 # If this module is imported again, such as under another name, it must not register the backend twice.

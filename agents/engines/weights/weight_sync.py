@@ -110,7 +110,7 @@ class VLLMReload:
         await self._post("/resume")
 
     async def _call_weights(self, version: str) -> None:
-        """Set the version name of the weights that the server has now."""
+        """Give the name `version` to the server's current weights."""
         await self._post("/update_weight_version", {"new_version": version})
 
     async def free(self) -> None:
