@@ -1,4 +1,5 @@
-"""Typed steps, the records around them, the tapes that the records form, and the store that keeps tapes.
+"""Tapes: the recorded episodes of agents. An episode consists of typed steps, and each step is written as a record. The
+records of one episode form a tape, and a store on disk holds the tapes of a run.
 
 This package needs only pydantic and the standard library, and imports no other folder of Tapereel.
 """

@@ -1,4 +1,5 @@
-"""Columns of int32 and float32 values. JSON holds a column's little-endian bytes, 4 for each value, in base64.
+"""Columns: arrays of int32 or float32 values, such as token ids and log-probs. In JSON, a column is the base64 of its
+little-endian bytes, with 4 bytes for each value.
 
 Each float32 keeps its bits when a column is written and read, so digests and log-probs stay equal. Decimal text would
 not guarantee this.

@@ -29,16 +29,18 @@ if TYPE_CHECKING:
 
 DATA_URL = re.compile("data:image/(png|jpe?g|webp);base64,", re.IGNORECASE)
 MAX_BYTES = 20_000_000
-"""Maximum size of a file in bytes, before decoding and as PNG."""
+"""Maximum size in bytes of a picture file, and of the PNG that is made from it."""
 MAX_PIXELS = 4096 * 4096
-"""Maximum number of pixels. It is checked in the header, since 10 kB of PNG can decode to 230 MB of pixels."""
+"""Maximum number of pixels in a picture. The size in the file's header is checked before any pixel is decoded, because
+10 kB of PNG can hold 230 MB of pixels."""
 MAX_RATIO = 200
 """Maximum ratio of the longer side to the shorter side. The image processors of vision models reject more."""
 MAX_PARTS, MAX_SCANS = 10_000, 32
-"""Maximum number of parts (chunks of a PNG, segments of a JPEG), and maximum number of scans in a JPEG. Each scan
-decodes all pixels again. JPEGs usually have about 10 scans."""
+"""Limits on the structure of a file: the number of its parts (chunks of a PNG, segments of a JPEG), and the number of
+scans in a JPEG. Each scan decodes all pixels again. JPEGs usually have about 10 scans."""
 SECONDS = 0.7
-"""Maximum CPU seconds for decoding one file. The largest photo takes about 0.2 s. The other limits bound the rest."""
+"""Maximum CPU seconds for decoding one file. The largest photo takes about 0.2 s. The limits above bound all other
+work."""
 
 
 def as_png(source: object) -> tuple[bytes, int, int]:
@@ -65,7 +67,8 @@ def _check_bytes(size: int, slack: float = 1) -> None:
 
 
 class _Timed(io.BytesIO):
-    """A file that checks its thread's CPU time at each read. The PNG and JPEG decoders read a file in pieces."""
+    """A file in memory that stops its decoder after too much CPU time. The thread's CPU time is checked at each read,
+    and the PNG and JPEG decoders read a file in pieces."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -157,8 +160,9 @@ _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
 
 
 def _stripped(data: bytes) -> tuple[bytes, bytes]:
-    """Return the bytes of a PNG or JPEG without its metadata, and its Exif data separately. Pillow needs quadratic time
-    to join the metadata segments of a JPEG, and rejects a PNG if its colour profile is large or damaged."""
+    """Split a PNG or JPEG into (the file without metadata, its Exif data). Pillow decodes the file without metadata,
+    because it would need quadratic time to join the metadata segments of a JPEG, and would reject a PNG with a large or
+    damaged colour profile."""
     png, kept, last, scans, exif = data.startswith(_PNG), list[bytes](), 0, 0, b""
     at, palette = (8, data[25:26] == b"\3") if png else (2, False)
     for _ in range(MAX_PARTS):
@@ -195,8 +199,8 @@ def _stripped(data: bytes) -> tuple[bytes, bytes]:
 
 
 def _orientation(exif: bytes) -> int | None:
-    """Return the orientation in Exif data, or None. Pillow isn't used, because it would copy up to 65,535 values, and
-    each may be as large as all the data."""
+    """Return the orientation in Exif data, or None. Pillow isn't used here, because it would copy up to 65,535 values,
+    each of them as large as the whole Exif data."""
     tiff = exif.removeprefix(b"Exif\0\0")
     order: Any = "little" if tiff[:2] == b"II" else "big"
 

@@ -61,7 +61,8 @@ class NewerRecord(NotATape):
 
 
 class Corrupt(NotATape):
-    """Bytes below the durable frontier, a seal or a pin differ from the bytes that were written."""
+    """Durable bytes of a run have changed: lines that a frontier, a seal or a pin covers, or a file with a recorded
+    hash."""
 
 
 class HiddenFromAgent(TapereelError, AttributeError):

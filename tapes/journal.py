@@ -44,7 +44,7 @@ class Journal(Protocol):
 
     @property
     def media(self) -> MediaFiles:
-        """Where the files that records name are stored."""
+        """The run's media files, which records refer to by name."""
         ...
 
     def append(self, body: bytes) -> None:

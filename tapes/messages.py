@@ -1,9 +1,9 @@
 """Converts the steps of a tape, incrementally, to the chat messages that a model reads.
 
-The same rule applies to agents, sub-agents and the environment. An agent's own answers have the role `assistant`, tool
-results have the role `tool`, and everything else has the role `user`. A model's answer is shown as it was sampled, not
-as it was parsed. The next prompt then begins with the sampled tokens, so its call extends the base instead of starting
-a new row.
+A message's role depends on the agent that reads it. The agent's own answers have the role `assistant`, tool results
+have the role `tool`, and everything else has the role `user`, whether it comes from the environment or from another
+agent. A model's answer is shown as it was sampled, not as it was parsed. So the next prompt begins with the sampled
+tokens, and the next call can continue the same training row.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ FRAME_TIME = "<{:.1f} seconds>"
 
 
 class Messages(Sequence[Message]):
-    """A fixed head, followed by an immutable prefix of an append-only conversation. Creating or comparing prefixes is
-    O(1).
+    """The messages of a request: a fixed head, such as a system prompt, and the first n messages of a conversation.
 
-    All prefixes share one list, so a conversation that grows to n messages costs O(n), not O(n²). `list(messages)`
-    returns a plain list.
+    A conversation is one list, to which messages are only appended, and all views of it share this list. So creating a
+    view, or comparing two views of one conversation, takes O(1). A conversation that grows to n messages costs O(n),
+    not O(n²). `list(messages)` returns a plain list.
     """
 
     __slots__ = ("_items", "_n", "head")
@@ -68,8 +68,8 @@ class Messages(Sequence[Message]):
     __hash__ = None  # type: ignore[assignment]
 
     def grew_from(self, other: Sequence[Message]) -> bool:
-        """Return True if both conversations share one list and `other` is a prefix of this one. No messages are
-        compared."""
+        """Return True if `other` is an earlier view of the same conversation with an equal head. Both views then share
+        one list, so its messages aren't compared."""
         return (
             isinstance(other, Messages)
             and other._items is self._items
@@ -93,8 +93,8 @@ def shared_prefix(a: Sequence[Message], b: Sequence[Message]) -> int:
 
 
 class Conversation:
-    """The messages that one path reads, extended step by step. After n steps, the path has read `counts[n]`
-    messages."""
+    """The messages that the agent at one path reads. They are extended with each step: after n steps of the tape, there
+    are `counts[n]` messages."""
 
     __slots__ = ("_said", "counts", "items", "path")
 
@@ -121,7 +121,7 @@ class Conversation:
 
 
 def heard(step: Step) -> list[Message]:
-    """Return the messages in which the model reads a step from the environment or from another path."""
+    """Return the messages in which a model reads a step that came from the environment or from another agent."""
     if isinstance(step, Prompt):
         return _with_pictures(step.messages, step.pictures)
     if isinstance(step, ToolResults):
@@ -138,8 +138,8 @@ def heard(step: Step) -> list[Message]:
 
 
 def content_of(parts: Sequence[str | Visual]) -> str | list[Message]:
-    """Return these parts as the content of a message: a string if the only part is text, and otherwise a list of
-    content parts. The content part for a picture names the picture's file."""
+    """Return strings, pictures and videos as the content of a message. The content is a string if the only part is a
+    string, and otherwise a list of content parts. The content part for a picture names the picture's file."""
     if len(parts) == 1 and isinstance(parts[0], str):
         return parts[0]
     return [{"type": "text", "text": part} if isinstance(part, str) else part_of(part) for part in parts if part != ""]
@@ -159,7 +159,8 @@ def text_of(message: Message) -> str:
 
 
 def frames_of(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages for a model that reads no videos. Each frame becomes a text with its time, then a picture."""
+    """Return the messages for a model that reads pictures but no videos. Each frame of a video becomes a text with its
+    time, then a picture."""
     return [
         {**message, "content": [one for part in content_parts(message) for one in _unfolded(part)]}
         if any(part.get("type") == "video" for part in content_parts(message))
@@ -214,7 +215,7 @@ def _unfolded(part: Message) -> list[Message]:
 
 
 def _with_pictures(messages: Sequence[Message], pictures: Sequence[Visual]) -> list[Message]:
-    """Return the messages of a prompt with its pictures in their places."""
+    """Return the messages with each placeholder, such as `{"type": "image"}`, replaced by the next picture or video."""
     left = iter(pictures)
     return [
         {**message, "content": [part_of(next(left)) if part in PLACES else part for part in message["content"]]}

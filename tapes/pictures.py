@@ -35,12 +35,13 @@ if TYPE_CHECKING:
     from .decoding import Source
 
 MEDIA_NAME = r"[0-9a-f]{64}(\.[a-z0-9]{1,12})?"
-"""A media file's name: the SHA-256 of its bytes and a suffix."""
+"""Pattern of a media file's name: the SHA-256 of the file's bytes and a suffix."""
 MediaNames = tuple[Annotated[str, Field(pattern=f"^{MEDIA_NAME}$")], ...]
 MAX_FRAMES = 1_000_000
 """Maximum number of frames in a video."""
 RECORDED = {"recorded": True}
-"""Validation context for content that was read from a tape."""
+"""Pydantic's validation context for content that was read from a tape. Only there may plain text become a
+`MediaReference`, as in `Picture.model_validate(content, context=RECORDED)`."""
 
 
 class MediaReference(str):
@@ -73,8 +74,9 @@ class MediaReference(str):
 
 
 class Received(dict[str, bytes]):
-    """Validation context for a step from another process. It holds the bytes of the files that came with the step, by
-    name. Their hashes are checked, and references to other files are rejected."""
+    """Pydantic's validation context for a step from another process. It maps the names of the files that came with the
+    step to their bytes. The bytes are checked against the hash in the name, and references to other files are
+    rejected."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(files)
@@ -137,16 +139,18 @@ class Picture(Value):
     @property
     def data(self) -> bytes | None:
         """The PNG's bytes, or None if they are unknown. On a tape that was read from a run, each access reads the
-        picture's file. This blocks. It raises NotATape if the file is missing, and Corrupt if the file has changed."""
+        picture's file, and blocks meanwhile. Raises NotATape if the file is missing, and Corrupt if the file has
+        changed."""
         return self._file(self.name) if self._data is None and self._file is not None else self._data
 
     def in_run(self, file: Callable[[str], bytes] | None) -> None:
-        """Let `data` read the picture from a run. `file` is a function that returns a file's bytes, given its name, or
-        None for a picture outside a run."""
+        """Let `data` read the picture from a run. `file(name)` returns the bytes of a media file in the run. It is None
+        for a picture outside a run."""
         self._file = file
 
     def __eq__(self, other: object) -> bool:
-        """Compare all fields but not the bytes, which the name identifies. A recorded picture equals its original."""
+        """Compare all fields except the bytes. The name is the hash of the bytes, so a picture that was read from a
+        tape equals its original."""
         return isinstance(other, Picture) and self.__dict__ == other.__dict__
 
     def __hash__(self) -> int:
@@ -296,7 +300,8 @@ def _walked(value: object) -> Iterator[MediaReference | Visual]:
 
 @cache
 def _may_refer(cls: type) -> bool:
-    """Return whether a value of this class may hold a reference. For a model, the annotations of its fields decide."""
+    """Return whether a value of this class may refer to a media file. For a pydantic model, the types of its fields
+    decide."""
     if not issubclass(cls, BaseModel):
         return True
     left: list[object] = [field.annotation for field in cls.model_fields.values()]
@@ -328,8 +333,8 @@ def swapped(value: object, by: Callable[[str | Visual], object]) -> object:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    """Return the thread pool that decodes pictures for event loops. In an event loop's own pool, decoding would delay
-    all other work."""
+    """Return the thread pool in which `Picture.read` and `Video.read` decode. In an event loop's own pool, decoding
+    would delay all other work."""
     return ThreadPoolExecutor(2, thread_name_prefix="tapereel-picture")
 
 

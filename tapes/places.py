@@ -1,9 +1,12 @@
-"""Places state which tokens in a prompt stand for which picture or video. Keys are used to compare token sequences.
+"""Places state which tokens in a prompt stand for which picture or video. Keys make the tokens of two prompts
+comparable.
 
-A vision model reads a picture as a run of tokens with the same few ids, whatever the picture shows. So equal ids don't
-mean equal content, and a model can sample these ids itself. Prefixes are therefore compared by their keys. These are
-the token ids, but each token of a picture is replaced by a negative number that is computed from the picture's hash. A
-video that is shown with the model's own video tokens has one place. A video that is shown as frames has one place for
+A vision model reads a picture as a run of tokens with the same few ids, whatever the picture shows, and a model can
+sample these ids itself. So equal ids don't mean equal content. Before two prompts are compared, their ids are turned
+into keys: each token of a picture becomes a negative number that is computed from the picture's hash, and every other
+token keeps its id.
+
+A video that is shown with the model's own video tokens has one place. A video that is shown as frames has one place for
 each frame.
 """
 
@@ -30,8 +33,8 @@ class Place(NamedTuple):
     """Index of the first token in the call's whole prompt."""
     length: int
     grid: tuple[int, ...]
-    """Data from which the model's family computes pixels and positions, together with the file, such as (1, height,
-    width) in patches."""
+    """Numbers that describe the picture's tokens, such as (1, height, width) in patches. The code for the model's
+    family computes pixel values and positions from these numbers and the file."""
     times: tuple[float, ...] = ()
     """The time of each frame of a video in seconds. It is empty for a picture."""
 
@@ -42,7 +45,7 @@ class Place(NamedTuple):
 
     @property
     def key(self) -> int:
-        """A negative number, at least -2**56, that is equal for equal content."""
+        """A negative number, at least -2**56. Places with the same content have the same key, whatever their offset."""
         return -1 - int.from_bytes(sha256(repr(self._replace(offset=0)).encode()).digest()[:7])
 
     def moved(self, by: int) -> Place:
@@ -57,7 +60,7 @@ def _plain(place: Place) -> tuple[Any, ...]:
 
 
 Places = tuple[Annotated[Place, PlainSerializer(_plain)], ...]
-"""The places of a record."""
+"""Type of the fields of records that hold places."""
 
 
 def keys(ids: Sequence[int] | NDArray[np.integer], places: Iterable[Place]) -> NDArray[np.int64]:
@@ -72,7 +75,7 @@ def keys(ids: Sequence[int] | NDArray[np.integer], places: Iterable[Place]) -> N
 
 def shared_length(a: NDArray[np.int64], b: NDArray[np.int64], places: Iterable[Place], most: int | None = None) -> int:
     """Return the length of the prefix that two key sequences share. It is at most `most`, and never ends inside a
-    place. `places` holds the places of either sequence."""
+    place. `places` are the places of both sequences."""
     n = min(len(a), len(b)) if most is None else min(len(a), len(b), most)
     differ = a[:n] != b[:n]
     n = int(differ.argmax()) if differ.any() else n

@@ -1,8 +1,8 @@
 """Records: all kinds of entries that can be written to a run. The field `t` of a record names its kind.
 
-Tape records, from `begin` to `end`, are included in the tape's digest. Layers can be written at any later time and are
-never included in it. Run records belong to no tape. Records refer to tapes and calls by id and never by position, so a
-record has the same meaning in any segment.
+Tape records describe one episode, from its `begin` to its `end`, and the tape's digest covers them. Layers, such as
+labels, are added to a tape at any later time, and the digest never covers them. Run records, such as `publish`, belong
+to no tape. Records refer to tapes and calls by id and never by position, so a record has the same meaning in any file.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ DIGEST_START = hashlib.sha256(SCHEMA.encode()).digest()
 """The initial value d(0) of every digest. After record k, the digest is d(k) = SHA-256(d(k-1) + body of record k)."""
 
 IN_TAPE = ("begin", "step", "call", "reward", "end")
-"""The kinds of records in a tape, up to its `end`. If a record of one of these kinds follows the `end`, it is a
-layer."""
+"""The kinds of records that form a tape. A record of one of these kinds that is written after the tape's `end`, such as
+a later reward, is a layer instead."""
 
 Message = dict[str, Any]
 """One chat message. It has `role` and `content`, and may have `tool_calls`, `tool_call_id` and `name`."""
 
 
 _is_none = partial(operator.is_, None)
-"""Returns whether a value is None. A field with this condition is left out of the body if it is None, so older tapes
-keep their digests. The function is written in C, because it runs for every record."""
+"""Returns whether a value is None. If a field has this condition, None is not written. Fields that were added in a
+later version have it, so that older tapes keep their digests. `operator.is_` is a C function and therefore fast enough
+to run for every record."""
 
 
 class Record(BaseModel):
@@ -54,7 +55,8 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, ser_json_inf_nan="strings")
 
     def body(self) -> bytes:
-        """Return the bytes that are written, hashed and folded into the digest: compact JSON in field order."""
+        """Return the record as compact JSON, with its fields in the order of the class. These bytes are written, and
+        the digest is computed from them."""
         return to_json(self, inf_nan_mode="strings")
 
 
@@ -67,7 +69,8 @@ class Task(Value):
     private: JsonValue = None
     """Answers and seeds. They are never shown to an agent."""
     bare: bool = False
-    """True if the task was given as a plain value. `private` holds this value, and `reset` receives it unchanged."""
+    """True if the task was given as a plain value, such as a string. `private` holds this value, and
+    `Environment.reset` receives it unchanged."""
     pictures: tuple[Visual, ...] = Field(default=(), exclude_if=operator.not_, fail_fast=True)
     """The pictures and videos in the task, each listed once. `public` and `private` hold only their names."""
 
@@ -118,8 +121,9 @@ class Task(Value):
 
 
 class Sampling(Value):
-    """How a completion is sampled. A recorded log-prob is log softmax(logits / temperature) at the sampled id. A newer
-    setting is written only if it differs from its default, so older tapes keep their digests."""
+    """Settings for sampling a completion. A token's recorded log-prob is log softmax(logits / temperature) at the
+    sampled id. A setting from a later version is written only if it differs from its default, so older tapes keep their
+    digests."""
 
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """0 means greedy decoding. Greedy calls are never RL data, and their log-probs are recorded at temperature 1."""
@@ -134,8 +138,8 @@ class Sampling(Value):
     """Temperature at which the first token is sampled and its log-prob recorded. None means the same temperature as for
     the other tokens. The FIRE method usually uses 10."""
     min_tokens: int = Field(default=0, ge=0, exclude_if=operator.not_)
-    """None of the first `min_tokens` tokens of an answer can be an end token. Their log-probs come from the
-    distribution without end tokens. A string in `extra.stop` can still end an answer earlier."""
+    """The first `min_tokens` tokens of an answer can't be end tokens, and their log-probs come from the distribution
+    without end tokens. A string in `extra.stop` can still end an answer earlier."""
     ignore_eos: bool = Field(default=False, exclude_if=operator.not_)
     """If True, end tokens don't end an answer. Each token's distribution is unchanged, and `min_tokens` is ignored."""
 
@@ -180,8 +184,8 @@ class Parent(Value):
     turn: int
     """Number of the parent's turns in the prefix."""
     unverified: str | None = Field(default=None, exclude_if=_is_none)
-    """Why the prefix couldn't be verified, if the caller forked anyway. It is None if the prefix was verified or this
-    is unknown."""
+    """Why the prefix couldn't be verified, if the caller forked in spite of this. None if the prefix was verified, or
+    if it is unknown whether it was."""
 
 
 class Begin(Record):
@@ -204,8 +208,8 @@ class Begin(Record):
     """The purpose of the tape: `train`, `eval`, `demo` or a name that the caller chose."""
     parent: Parent | None = None
     versions: dict[str, str] = {}
-    """The versions of `package` and `python`. With a renderer, they include the hashes of `tokenizer` and
-    `chat_template`. If the engine reads pictures, they also include the hash of `processor`."""
+    """The versions of Tapereel (`package`) and of `python`. If a renderer is used, also the hashes of its `tokenizer`
+    and `chat_template`. If the engine reads pictures, also the hash of its picture `processor`."""
     sampling: Sampling | None = Field(default=None, exclude_if=_is_none)
     """Sampling settings of the run, or None if unknown. Each call also records the settings that it used."""
     limits: dict[str, JsonValue] | None = Field(default=None, exclude_if=_is_none)
@@ -228,12 +232,12 @@ class Begin(Record):
 
 
 class StepRecord(Record):
-    """One step, the path that produced it, and the calls it was parsed from."""
+    """One step, the agent or environment that produced it, and the model calls that it was parsed from."""
 
     t: Literal["step"] = "step"
     tape: str
     by: str
-    """The path of the agent that produced the step (`planner/searcher`), or `env`."""
+    """Who produced the step: the path of an agent, such as `planner/searcher`, or `env` for the environment."""
     role: Role
     kind: str
     calls: tuple[tuple[str, int, int], ...] = ()
@@ -298,12 +302,15 @@ class Tools(Value):
 
 
 class Call(Record):
-    """One model call, stored as its additions to an earlier call, its `base`.
+    """One model call. To save space, only the difference between its prompt and the prompt of an earlier call, the
+    `base`, is stored.
 
-    The whole prompt is prompt(call) = ids(base)[:keep] + `prompt`, where ids(base) = prompt(base) + `base.completion`.
-    The call *extends* its base if and only if `keep` covers all of ids(base). With a smaller `keep`, which only saves
-    storage, the call starts a new training row. Likewise, the messages in the request are messages(call) =
-    conversation(base)[:keep_messages] + `messages`, where conversation(base) = messages(base) + [`base.reply`].
+    Let `ids` be the token ids of the base's whole prompt and completion. The whole prompt of this call is `ids[:keep] +
+    prompt`. If `keep` is `len(ids)`, the call *extends* its base. If `keep` is smaller, the call starts a new training
+    row, and the shared ids only save storage.
+
+    Messages are stored in the same way. Let `read` be the messages in the base's request, followed by its `reply`. The
+    messages in this call's request are `read[:keep_messages] + messages`.
     """
 
     t: Literal["call"] = "call"
@@ -320,9 +327,11 @@ class Call(Record):
     media: MediaNames = Field(default=(), exclude_if=operator.not_)
     """Names of the pictures that an external program sent in its request's `messages`. No step shows these pictures."""
     prompt: Ints | None = None
-    """The prompt's token ids after the ids kept from the base. None if the engine takes and returns only text."""
+    """The prompt's token ids after the first `keep` ids, which come from the base. None if the engine takes and returns
+    only text."""
     places: Places = Field(default=(), exclude_if=operator.not_)
-    """The places of pictures among the new prompt ids, in order. Offsets count from the start of the whole prompt."""
+    """States which ids in `prompt` stand for which picture or video, in order. Offsets count from the start of the
+    whole prompt."""
     completion: Ints | None = None
     """The sampled token ids, including the id that ends the turn. None if the engine returns only text."""
     logprobs: Floats | None = None
@@ -341,8 +350,8 @@ class Call(Record):
     usage: Usage = Usage()
     attempts: tuple[Attempt, ...] = ()
     split: str | None = None
-    """Why this call starts a new training row although its path has made calls before. It is None if the call extends
-    its base or is the first call of its path."""
+    """Why this call starts a new training row instead of extending an earlier call. It is None if the call extends its
+    base, or if its agent has made no calls before."""
     cut: int = Field(default=0, exclude_if=operator.not_)
     """Number of the conversation's tokens that `limits.keep_prompt` removed from the prompt."""
     engine: str = ""
@@ -383,19 +392,22 @@ class Call(Record):
 
 
 def unscores(value: float, weight: float, evidence: JsonValue) -> bool:
-    """Return whether a component with these fields leaves its whole tape unscored.
+    """Return whether a reward component with these fields has failed. A failed component leaves its whole tape
+    unscored.
 
-    A component with a NaN value does so if its weight is not 0, or if its evidence says that its source failed. A NaN
-    in any other metric doesn't affect the reward.
+    A component with a weight other than 0 has failed if its value is NaN. A metric (weight 0) has failed if its value
+    is NaN and its evidence says that its source failed. A NaN in any other metric doesn't affect the reward.
     """
     return value != value and (weight != 0 or (isinstance(evidence, dict) and "failed" in evidence))
 
 
 class Reward(Record):
-    """One reward component. Recorded before the tape's end, it is part of the digest. Recorded later, it is a layer.
+    """One component of a tape's reward. If it was recorded before the tape's end, the tape's digest covers it. If it
+    was recorded later, it is a layer.
 
-    The reward of a tape is the sum of weight * value over the components that were recorded before its end. A tape is
-    unscored if it has no components or if one of them failed. This is not the same as a reward of 0 (`total_reward`).
+    The reward of a tape is the sum of weight * value over the components before its end (`total_reward`). A tape is
+    unscored if it has only metrics (weight 0), if it has no components, or if a component failed. Unscored is not the
+    same as a reward of 0.
     """
 
     t: Literal["reward"] = "reward"
@@ -407,7 +419,7 @@ class Reward(Record):
     weight: float = 1.0
     """0 means that the component is a metric, which is reported but not part of the reward."""
     layer: str | None = None
-    """Name of the later scoring that added this reward, or None for a reward recorded with the tape."""
+    """Name of the later scoring that added this reward. None for a reward that was recorded with the tape."""
     evidence: JsonValue = None
 
     @property
@@ -435,8 +447,8 @@ class Cause(Value):
     """Class of the exception."""
     message: str | None = None
     frame: str | None = None
-    """Where the error was raised, as `file:line in function`. It is the traceback's last frame in the user's code, or
-    its last frame if none is in the user's code."""
+    """Where the error was raised, as `file:line in function`. This is the last frame of the traceback in the user's
+    code. If no frame is in the user's code, it is the last frame of all."""
 
 
 class End(Record):
@@ -455,7 +467,7 @@ class End(Record):
 
 
 class Label(Record):
-    """A layer that selects the training targets among a call's completion tokens, if only some tokens are targets."""
+    """A layer that states which completion tokens of a call are training targets."""
 
     t: Literal["label"] = "label"
     tape: str
@@ -466,7 +478,7 @@ class Label(Record):
     layer: str | None = None
     after: str | None = Field(default=None, exclude_if=_is_none)
     """Id of an earlier call. The labelled call's prompt begins with the prompt and completion of that earlier call.
-    None stands for the `base`. If an id is given, it may differ from the `base`."""
+    None means that the earlier call is the labelled call's `base`."""
 
 
 class Tokens(Record):
@@ -479,16 +491,16 @@ class Tokens(Record):
     prompt: Ints
     """All prompt ids, including those kept from the base."""
     places: Places = Field(default=(), exclude_if=operator.not_)
-    """The places of pictures among the prompt ids, in order."""
+    """States which prompt ids stand for which picture or video, in order."""
     completion: Ints
     tokenizer: str
     """Hash of the tokenizer and the chat template that produced these ids."""
 
 
 class Use(Record):
-    """The whole batch of one update, written before the update is applied. It serves as a redo log.
+    """The training data of one update of the weights. It is written before the update is applied, as in a redo log.
 
-    After a crash between this record and the next checkpoint, the update is applied again from this record.
+    After a crash, each update since the last checkpoint is applied again from its record.
     """
 
     t: Literal["use"] = "use"
@@ -502,11 +514,12 @@ class Use(Record):
     rate, and the tokens that were set aside (`stale`, `filtered`, `context`). It also holds the update's measurements:
     loss, gradient norm, and the mismatch between trainer and sampler."""
     lead: int | None = Field(default=None, exclude_if=_is_none)
-    """Epoch of the lead that wrote the record (`tapes/store/lease.py`), or None if it was written without a lease."""
+    """Number (epoch) of the lease under which the record was written (`tapes/store/lease.py`), or None without a
+    lease."""
 
 
 class Void(Record):
-    """Cancels all updates in `lineage` that come after `update`. The lineage `into` continues from there."""
+    """Cancels all updates in `lineage` with a number above `update`. The lineage `into` continues after `update`."""
 
     t: Literal["void"] = "void"
     lineage: str
@@ -514,18 +527,19 @@ class Void(Record):
     into: str
     reason: str
     lead: int | None = Field(default=None, exclude_if=_is_none)
-    """The epoch of the lead, as in `Use.lead`."""
+    """Epoch of the lease, as in `Use.lead`."""
 
 
 class Open(Record):
-    """The first line of a segment."""
+    """The first line of a segment. A segment is one of the files that hold a run's records."""
 
     t: Literal["open"] = "open"
     segment: str
     pid: int
     at: float
     pins: dict[str, str] = {}
-    """The earlier segments that this writer found, each with the hash of its last line."""
+    """The pins of this segment: one line of each earlier segment that no other segment pins yet, as (segment, hash). It
+    is the last line that is known to be durable. If a pinned line is later missing, the earlier segment was changed."""
     versions: dict[str, str] = {}
 
 
@@ -538,14 +552,16 @@ class Publish(Record):
     digest: str
     """SHA-256 over the names, dtypes, shapes and bytes of the weights."""
     mode: str = "reprefill"
-    """How completions in flight were treated: `reprefill`, `drain`, `stale_kv`, or a mode that the engine defines."""
+    """What happened to completions that were being sampled when the weights changed: `reprefill`, `drain`, `stale_kv`,
+    or a mode that the engine defines."""
     at: float
     lead: int | None = Field(default=None, exclude_if=_is_none)
-    """The epoch of the lead, as in `Use.lead`."""
+    """Epoch of the lease, as in `Use.lead`."""
 
 
 class Lead(Record):
-    """Records that a process took the run's lease. From here on, only this process writes updates and weights."""
+    """Records that a process took the run's lease. Until another process takes it, only this process writes updates and
+    weights."""
 
     t: Literal["lead"] = "lead"
     epoch: int
@@ -559,17 +575,19 @@ class Files(Record):
 
     t: Literal["files"] = "files"
     files: dict[str, str | None]
-    """The SHA-256 (hex) of each file's bytes, by the file's path below the run, or None while the lead changes the
-    file. If several records name a path, the last record counts."""
+    """The SHA-256 (hex) of each file's bytes, by the file's path below the run. None means that the process that leads
+    the run may still change the file. If several records name a path, the last record counts."""
     at: float
 
 
 class Commit(Record):
-    """A record that an idle writer appends. The field `c` of its line states how far the segment is durable."""
+    """States how far the segment is durable, in the field `c` of its line. A writer appends it when it becomes idle,
+    and after many lines without a pause."""
 
     t: Literal["commit"] = "commit"
     opened: str = ""
-    """Hash of the segment's first line. If lines are damaged, it shows which file the lines around it belong to."""
+    """Hash of the segment's first line. If the file is damaged, the hash proves that this line and the lines chained to
+    it belong to the segment."""
 
 
 class Seal(Record):

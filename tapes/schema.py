@@ -69,8 +69,8 @@ def parse_record(body: bytes) -> AnyRecord:
 
 
 def read_record(body: bytes, place: str) -> AnyRecord:
-    """Read a record as `parse_record` does, but name its `place` in errors. Raises NewerRecord in the same cases, and
-    NotATape if the record can't be read for another reason."""
+    """Read a record as `parse_record` does. `place` states in errors where the record is, such as `record 3`. Raises
+    NewerRecord in the same cases, and NotATape if the record can't be read for another reason."""
     try:
         return parse_record(body)
     except NewerRecord as error:

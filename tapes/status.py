@@ -45,10 +45,10 @@ TRAINABLE_LIMITS = frozenset({CauseType.TURNS, CauseType.TOKENS, CauseType.CONTE
 def trains(status: Status | None, cause: CauseType | None) -> bool:
     """Return whether an episode with this end may be scored and, if scored, trained on. Only this function decides it.
 
-    It may if the policy caused the end: the episode finished, was truncated, failed with an error in the agent's own
-    code, or reached a limit on turns, tokens, context or the agent's time. It may not if it was cancelled, crashed, is
-    still running, reached a limit on the system's time, or failed with an error in the environment, the model or
-    Tapereel. Training on it would then reward or punish the policy for what the machine did.
+    The episode may be used if the policy caused its end: it finished, was truncated, failed with an error in the
+    agent's own code, or reached a limit on turns, tokens, context or the agent's time. It may not be used if it was
+    cancelled, crashed, is still running, reached a limit on the system's time, or failed with an error in the
+    environment, the model or Tapereel. Training would then reward or punish the policy for what the machine did.
     """
     if status in (Status.FINISHED, Status.TRUNCATED):
         return True

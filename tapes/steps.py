@@ -23,9 +23,10 @@ from .value import Value
 
 Role = Literal["observation", "thought", "action"]
 PLACE: dict[str, JsonValue] = {"type": "image"}
-"""The content part that marks a picture's place in a message of a prompt."""
+"""A content part that marks the place of a picture in the messages of a `Prompt`. The picture itself is in
+`Prompt.pictures`."""
 PLACES: tuple[dict[str, JsonValue], ...] = (PLACE, {"type": "video"})
-"""The content parts that mark the places of a picture and of a video."""
+"""The content parts that mark the place of a picture and the place of a video in the messages of a `Prompt`."""
 
 
 def content_parts(message: Mapping[str, object]) -> list[dict[str, JsonValue]]:
@@ -35,20 +36,20 @@ def content_parts(message: Mapping[str, object]) -> list[dict[str, JsonValue]]:
 
 
 def place_of(shown: Visual) -> dict[str, JsonValue]:
-    """Return the content part that marks the place of the picture or video in a message of a prompt."""
+    """Return the content part that marks the place of this picture or video in the messages of a `Prompt`."""
     return PLACES[isinstance(shown, Video)]
 
 
 _registry: dict[str, type[Step]] = {}
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-"""Matches the places between the words in a class name in camel case."""
+"""Matches the boundary between two words of a class name, such as `Tool` and `Call` in `ToolCall`."""
 
 
 class Step(BaseModel):
     """One item of a tape. Subclass `Observation`, `Thought` or `Action`, never this class.
 
-    `class Guess(Action): number: int` has the kind `guess`, and `class Guess(Action, kind="g")` has the kind `g`. Two
-    classes can't have the same kind, unless they share their module and qualified name, as when a notebook cell runs
+    `class Guess(Action): number: int` has the kind `guess`, and `class Guess(Action, kind="g")` has the kind `g`. Each
+    kind belongs to one class. A class with the same module and qualified name replaces it, as when a notebook cell runs
     again.
     """
 
@@ -81,8 +82,9 @@ class Step(BaseModel):
         _registry[cls.kind] = cls
 
     def __str__(self) -> str:
-        """Return the text that a model reads: the value if the step has a single plain field, and otherwise the content
-        as JSON. A step with pictures is shown part by part, with each picture as `[picture 640x480 1f0c...]`."""
+        """Return the text that a model reads. A step with a single plain field is shown as the value of this field, and
+        any other step as JSON. A step with pictures is shown part by part, with each picture as `[picture 640x480
+        1f0c...]`."""
         values = self.__dict__
         if len(values) == 1:
             (only,) = values.values()
@@ -97,9 +99,9 @@ def parts_of(step: Step) -> tuple[str | Visual, ...]:
     """Return the parts of a step that a model reads, in order: strings, pictures and videos. A step without pictures
     and videos has one part, its `str()`.
 
-    The parts of a step with pictures are in the order of its fields. Consecutive fields without a picture become the
-    text that a step with only these fields would have. If the class defines `__str__`, its text comes before all
-    pictures.
+    The parts of a step with pictures are in the order of its fields. Consecutive fields without a picture are joined
+    into one text, which is written as for a step with only these fields. If the class defines its own `__str__`, this
+    text comes first, and all pictures follow.
     """
     if not visuals_of(step):
         return (str(step),)
@@ -175,8 +177,8 @@ class Reasoning(Thought):
 
 
 class Exchange(Thought):
-    """A request from an external program to the model, and the answer. Long strings are shortened here, and complete in
-    the call."""
+    """A request that an external program sent to the model, and the model's answer. Long strings are shortened in this
+    step. The call's record has them in full."""
 
     asked: str
     """The messages that the request added."""
@@ -205,8 +207,8 @@ class ToolOffer(Observation):
     tools: tuple[dict[str, JsonValue], ...]
     """Function schemas in the chat format: `{"type": "function", "function": {...}}`."""
     sources: tuple[dict[str, JsonValue], ...] = Field(default=(), exclude_if=operator.not_)
-    """How the tools run, if their source states this. A sandbox states its backend, isolation and memory. No model
-    reads this field."""
+    """How each source of tools runs its tools, if it states this. For example, a sandbox states its backend, isolation
+    and memory. No model reads this field."""
 
     def __str__(self) -> str:
         return self.text
@@ -269,7 +271,8 @@ class ToolResults(Observation):
 
 
 class Unknown(Value):
-    """Base of the three classes that hold steps whose own class this process has not imported."""
+    """Base of UnknownObservation, UnknownThought and UnknownAction. They hold steps whose own class this process has
+    not imported."""
 
     original: str
     """The kind as recorded on the tape."""
@@ -315,7 +318,8 @@ def read_step(role: Role, kind: str, content: JsonValue) -> Step:
     """Return the step that was written as `content`.
 
     If no class of this kind is imported, the result is an UnknownObservation, UnknownThought or UnknownAction, which
-    keeps the content. If the class rejects the content, a pydantic ValidationError is raised, which is a ValueError.
+    keeps the content. Raises ValueError if the class of this kind has another role or rejects the content. The error is
+    then pydantic's ValidationError, which is a ValueError.
     """
     cls = _registry.get(kind)
     if cls is None:
@@ -327,8 +331,8 @@ def read_step(role: Role, kind: str, content: JsonValue) -> Step:
 
 
 def measure(step: Step) -> None:
-    """Raise Unwritable if the step's text has more bytes than a record may have. Writing the step as JSON just to find
-    out would take seconds."""
+    """Raise Unwritable if the step's text alone has more bytes than a record may have. The lengths of its strings are
+    added up, because writing the step as JSON just to find out would take seconds."""
     for value in step.__dict__.values():
         if type(value) is not str or len(value) > 10_000:
             break
@@ -375,7 +379,7 @@ def unwritable(step: Step, error: Exception) -> Unwritable:
 
 
 def _culprit(value: Any) -> Any:
-    """Return the innermost value that can't be serialized."""
+    """Return the innermost part of `value` that can't be written as JSON."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
     for part in inside:
         try:

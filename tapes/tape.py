@@ -52,7 +52,7 @@ class Entry(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A point between turns, given by the number of steps and records before it."""
+    """A point between two turns, given by the number of steps and records before it. A fork can begin there."""
 
     steps: int
     records: int
@@ -76,7 +76,7 @@ class TapeLog:
         self.parent = parent = _checked_parent(begin, parent)
         self.entries: list[Entry] = list(parent._log.entries[: parent._n]) if parent is not None else []
         self.inherited = len(self.entries)
-        """Number of steps at the beginning of `entries` that belong to the parent."""
+        """In a fork, the number of steps at the beginning of `entries` that belong to the parent."""
         self.bodies: list[bytes] = []
         self.digests: list[bytes] = []
         self.rewards: list[tuple[int, Reward]] = []
@@ -327,8 +327,8 @@ class Tape(Sequence[Step]):
         return self._log.entries[self._n - 1].turns if self._n else 0
 
     def now(self) -> Tape:
-        """Return a new view of all steps so far, for the same agent. Inside `act`, it includes the steps that were
-        yielded."""
+        """Return a new view of all steps so far, for the same agent. Inside an agent's `act`, it includes the steps
+        that `act` has already yielded."""
         return Tape(self._log, scope=self.scope, agent_view=not self._open)
 
     def within(self, path: str) -> Tape:
@@ -336,7 +336,8 @@ class Tape(Sequence[Step]):
         return Tape(self._log, self._n, records=self._k, scope=path, agent_view=not self._open)
 
     def messages(self, system: str | None = None, *, path: str | None = None) -> Messages:
-        """Return the system prompt, if given, and the conversation of the agent at `path` (default: `scope`)."""
+        """Return the conversation of the agent at `path` as chat messages, after the system prompt if one is given. The
+        default for `path` is `scope`."""
         items, n = self._log.conversation(self.scope if path is None else path, self._n)
         head = ({"role": "system", "content": system},) if system is not None else ()
         return Messages(head, items, n)
@@ -581,8 +582,8 @@ class Tape(Sequence[Step]):
 
 
 class Ending(Tape):
-    """A view of a running tape for the code that scores it. It already has the `end`, which is recorded after the
-    scores."""
+    """A view of a running tape for the code that scores it. The tape's `end` is recorded after the scores, but this
+    view has it already."""
 
     __slots__ = ("_its_end",)
 
@@ -595,7 +596,8 @@ class Ending(Tape):
 
 
 def _bases(log: TapeLog, call: Call, keep: Callable[[Call], int]) -> list[Call]:
-    """Return `call` and the base calls that it is built on, oldest first. The oldest keeps nothing from its base."""
+    """Return `call`, its base, the base of its base and so on, oldest first. The first call in the list keeps nothing
+    from an earlier call."""
     chain = [call]
     while chain[-1].base is not None and keep(chain[-1]) > 0:
         chain.append(log.call(chain[-1].base))
