@@ -1,4 +1,5 @@
-"""A run on disk, with its segments of records, the writer, the index, recovery after a crash, verification and media.
+"""A run on disk: the segments that hold its records, its media, the writer, the index, recovery after a crash, and
+verification.
 
 Imports `tapes` and `tapes.common`. Every package above may import it.
 """

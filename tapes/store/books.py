@@ -1,15 +1,16 @@
-"""The books account for every token and episode. Each sampled token is in exactly one of the ten `PLACES`, such as
-`trained` or `stale`. Each episode is ended or open.
+"""The books of a run account for every token and episode. Each sampled token is in exactly one of the ten `PLACES`,
+such as `trained` or `stale`. Each episode is ended or open.
 
 Each place is counted independently, and none is computed as a remainder. So if the sum of the places differs from the
 number of sampled tokens, a token was counted twice (for example as trained *and* held out) or not at all. The places
 follow these rules:
 
 1. Tokens in calls without versions and log-probs were authored, not sampled. They are counted separately.
-2. `held_out` has the tokens of tapes from every split except `train`, `demo` and `corpus`.
-3. `errored` has the tokens of tapes with an end that is never trained on: the system's time limit, an error in the
+2. `in_flight` has the tokens of open tapes. The other rules apply to tapes that have ended.
+3. `held_out` has the tokens of tapes from every split except `train`, `demo` and `corpus`.
+4. `errored` has the tokens of tapes with an end that is never trained on: the system's time limit, an error in the
    environment, the model or Tapereel, or a crash. `cancelled` is a separate place.
-4. A token that several updates name is in only one place: the first of `trained`, `stale`, `filtered` and `context`
+5. A token that several updates name is in only one place: the first of `trained`, `stale`, `filtered` and `context`
    that an update gave it. `unscored` and `unused` have only tokens that no update named.
 
 This module reads no files. Its callers pass it the records.
@@ -54,7 +55,8 @@ PLACES = (
 
 
 class Lost(Value, frozen=False):
-    """The episodes that ended in the same way, counted by length. Losing them biases the remaining training data."""
+    """The episodes that ended with the same status and cause, counted by length. If such episodes are never trained on,
+    their absence biases the training data."""
 
     status: str
     cause: str | None
@@ -80,17 +82,18 @@ class Books(Value):
     textual: int
     """Number of calls to engines that return text without token ids."""
     reported: dict[str, int] = Field(default={})
-    """`prompt` and `completion` are the engine's own token counts for answers without versions and log-probs. `unknown`
-    is the number of text answers without a count."""
+    """Token counts as the engines reported them, for answers without versions and log-probs: the numbers of `prompt`
+    and `completion` tokens. `unknown` is the number of text answers without a count."""
     applied: int
-    """Number of trained tokens, where a token counts once for each update that trained on it."""
+    """Number of trained tokens. A token counts once for each update that trained on it."""
     begun: int
     ended: int
     open: int
     ends: tuple[Lost, ...]
     findings: tuple[str, ...]
     refused: tuple[str, ...] = ()
-    """Sentences about records that don't count, because their lead wrote them after a later lead took the run over."""
+    """Sentences about `use` and `void` records that don't count, because another process had taken the run over when
+    they were written."""
 
     @property
     def closes(self) -> bool:
@@ -122,7 +125,7 @@ class _Tape(TapeFold):
     def __init__(self, begun: Summary) -> None:
         super().__init__(begun)
         self.layered = False
-        """Whether a reward that was added after the tape's end scores the tape."""
+        """Whether a reward with a weight other than 0 was added after the tape's end."""
         self.group_failed = False
         """Whether a comparison of the tape with its group failed, which leaves the whole tape unscored."""
         self.completions: dict[str, int] = {}
@@ -166,7 +169,7 @@ class BooksFold:
             raise NotATape(f"a {t} can't be read: {error}: {body[:80]!r}…") from error
 
     def take(self, t: str, name: str | None, facts: Facts | None) -> None:
-        """Add one record, given its type, its tape and its facts."""
+        """Add one record. `t` is its type, `name` the id of its tape, and `facts` the result of `read_facts`."""
         if isinstance(facts, Summary):
             self._begun += 1
             if name in self._tapes:
@@ -254,9 +257,11 @@ class BooksFold:
         )
 
     def _marks(self, odd: list[str]) -> tuple[dict[tuple[str, str], bytearray], int]:
-        """Return (marks, `Books.applied`). For each (tape, call) in an update, `marks` has one byte per token.
+        """Return the fates of all tokens that updates name, and the number `Books.applied`.
 
-        Bit k of a byte stands for `FATES[k]`. For each range of tokens that doesn't exist, a finding is added to `odd`.
+        For each (tape, call), the fates are one byte per completion token. Bit k of a byte is set if an update gave the
+        token the fate `FATES[k]`, such as `trained`. If an update names tokens that don't exist, a finding is added to
+        `odd`.
         """
         marks: dict[tuple[str, str], bytearray] = {}
         applied = 0
@@ -335,7 +340,8 @@ class BooksFold:
         )
 
     def _unnamed(self, marks: dict[tuple[str, str], bytearray], *, scored: bool) -> int:
-        """Return the number of tokens that no update named, in tapes that may be trained on."""
+        """Return the number of tokens that no update named, in tapes that may be trained on. `scored` selects the tapes
+        with or without a reward."""
         total = 0
         for name, tape in self._tapes.items():
             if tape.usable and tape.scored == scored:

@@ -169,11 +169,11 @@ def write_all(disk: Disk, handle: int, data: bytes) -> None:
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """Return a handle for a regular file in a run. Anyone who can write to a run's folder can replace a file with
-    something else. A pipe would block forever, and a link could lead to /dev/zero or to another user's file.
+    """Open a regular file in a run, and return its handle. Anyone who can write to the run's folder can put something
+    else at its path. A pipe would block forever, and a link could lead to /dev/zero or to another user's file.
 
-    Raises NotAFile if it isn't a regular file. The check never waits, and never follows a link in the last part of the
-    path.
+    Raises NotAFile if the path isn't a regular file. The check never waits, and never follows a link in the last part
+    of the path.
     """
     try:
         handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
@@ -218,7 +218,8 @@ def file_digest(path: Path, disk: Disk = REAL) -> str:
 
 
 def counted_lines(data: bytes) -> list[bytes]:
-    """Return the lines in a metrics file. A line that comes after a line from a later lead is left out.
+    """Return the lines in a metrics file that count. A line may state the epoch of its writer (`lead`). It
+    doesn't count if an earlier line has a higher epoch, because another process had then taken the run over.
 
     Readers and `file_digest` use the same lines, so a line that the digest doesn't cover is never read.
     """

@@ -4,8 +4,8 @@ Everything in it comes from the segments. A refresh reads only the lines that we
 record that can't be read is listed in `unread`, and the other records of its tape are still indexed.
 
 Between processes, the index is kept in a file that may be deleted at any time. The file has the database, followed by a
-code (HMAC-SHA256) that only this user can compute. Users publish numbers from the index, so a file without the right
-code is ignored. The index is then rebuilt from the records, which only costs time.
+code (HMAC-SHA256) that only this user can compute. A file without the right code is ignored, so that other people can't
+forge the numbers that this user publishes. The index is then rebuilt from the records, which only costs time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .summary import BEGUN, CallFacts, Summary, TapeFold, is_action, read_begin,
 log = logger("index")
 
 _FORMAT = b"tapereel index 7\n"
-"""The code of a file covers these bytes and the database, so that a file in another format has another code."""
+"""Name of the file's format. The file's code covers it, so a file in another format is ignored."""
 _SCHEMA = """
 create table if not exists segments (
     name text primary key, offset integer, last integer, n integer, first text, head text, frontier integer,
@@ -64,11 +64,11 @@ class Segment(NamedTuple):
 
     name: str
     offset: int
-    """Size of this part in bytes."""
+    """Size in bytes of the part that is indexed."""
     last: int
-    """Byte offset of the last line in this part."""
+    """Byte offset of the last line that is indexed."""
     n: int
-    """Number of lines."""
+    """Number of lines that are indexed."""
     first: str
     """Hash of the segment's first line."""
     head: str
@@ -77,7 +77,7 @@ class Segment(NamedTuple):
     """The reason in the segment's seal, or None if the segment has no seal."""
     next: str | None
     pins: str
-    """`open.pins` as JSON."""
+    """The pins in the segment's `open` record, as JSON."""
 
 
 class Place(NamedTuple):
@@ -153,8 +153,8 @@ class Index:
         return db
 
     def refresh(self) -> dict[str, Break]:
-        """Read the new lines. Return a break for each segment with bytes after its last intact line, even for a live
-        one."""
+        """Read the lines that were added to the segments. Return a break for each segment with bytes after its last
+        intact line. In a live segment, these bytes may be a line that is still being written."""
         with self._lock:
             # This is one transaction, because an error must not leave a segment's offset without its records.
             self._db.execute("begin")

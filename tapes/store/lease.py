@@ -1,5 +1,6 @@
-"""Leases ensure that one process at a time leads a run. A process takes a lease before it reads any records. The number
-of a lease is its epoch.
+"""Leases ensure that only one process at a time leads a run. The lead alone writes updates, weights and results. A
+process takes a lease before it reads any records. The leases of a run are numbered, and this number is called the
+epoch.
 
 The invariant is: **a lead's write counts only if no process held a higher epoch when the write was made.**
 

@@ -1,13 +1,16 @@
-"""The ledger is the training history of a lineage, folded from `use` and `void` records. It is a queue and a redo log.
+"""The ledger is the training history of a lineage, folded from `use` and `void` records. It shows which calls are
+already used, and it is a redo log.
 
-A lineage's history begins with its parent's history, up to the update at which a `void` record cut the parent. Then its
-own `use` records follow, in the order of (update, epoch). Applying the history to the base weights gives the lineage's
-weights. No update is in a history twice. Applying an update twice would not give the weights that sampled the later
-tapes.
+A lineage is a series of weights, each trained from the ones before it. A `void` record ends a lineage after a given
+update, and names the lineage that continues from there. So the history of a lineage begins with its parent's history, up to the
+update at which the `void` record cut the parent. Then its own `use` records follow, in the order of (update, epoch).
 
-A run has one lead at a time (`lease`). A lead that was just replaced may still write one record, which the later lead
-did not read. That record doesn't count. Readers recognise it because a record of the same or an earlier update has a
-higher lead epoch.
+Applying the history to the base weights gives the lineage's weights. No update is in a history twice. Applying an
+update twice would not give the weights that sampled the later tapes.
+
+A run has one lead at a time, which is the process with the lease (`lease`). A lead that was just replaced may still
+write one record, which the later lead did not read. That record doesn't count. Readers recognise it because a record of
+the same or an earlier update has a higher lead epoch.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from ..records import Use, Void
 
 Fate = Literal["trained", "stale", "filtered", "context"]
 FATES: tuple[Fate, ...] = ("trained", "stale", "filtered", "context")
-"""The possible fates of a token in an update. If several updates name a token, its fate that comes first in this order
-counts."""
+"""The possible fates of a token that an update names: the update trained on it, or set it aside for one of three
+reasons. If several updates name a token, the fate that comes first in this order counts."""
 Range = tuple[str, str, int, int]
 """(tape, call, start, end), a half-open range of completion tokens in a call."""
 
@@ -65,11 +68,8 @@ class Ledger:
         return self.uses[-1].update + 1 if self.uses else 0
 
     def taught(self, before: int) -> dict[str, list[int]]:
-        """Return, by tape, the updates below `before` that trained on any of its tokens. Tapes are in the order of
-        first use.
-
-        The weights after `before` updates were trained on these tapes.
-        """
+        """Return the tapes that the weights after `before` updates were trained on, in the order of first use. For each
+        tape, list the updates that trained on its tokens."""
         taught: dict[str, list[int]] = {}
         for use in self.uses:
             if use.update < before:
@@ -112,7 +112,8 @@ class Lineages:
 
     @property
     def refused(self) -> list[Use | Void]:
-        """The records that don't count, because their lead wrote them after a later lead had taken the run over."""
+        """The `use` and `void` records that don't count, because another process had taken the run over when they were
+        written."""
         every = [*self.voids, *(use for uses in self.uses.values() for use in uses)]
         counted = {
             id(record) for record in (*self._voids(), *(u for uses in self.uses.values() for u in _counted(uses)))
@@ -131,7 +132,7 @@ class Lineages:
         return found
 
     def _voids(self) -> list[Void]:
-        """Return the voids that count. A void counts if it has no lead, or if its lead was the last one to write in its
+        """Return the `void` records that count: those without a lease, and those with the newest lease in their
         lineage."""
         leads: dict[str, int] = {}
         for record in (*self.voids, *(use for uses in self.uses.values() for use in uses)):
@@ -178,7 +179,8 @@ class Lineages:
 
 
 def _counted(uses: Iterable[Use]) -> list[Use]:
-    """Return the updates in order, without those that a lead recorded after a later lead had taken the run over."""
+    """Return the updates in order. Updates that a process recorded after another process had taken the run over are
+    left out."""
     counted: list[Use] = []
     newest = 0
     for use in sorted(uses, key=lambda use: (use.update, use.epoch, -(use.lead or 0))):

@@ -1,9 +1,11 @@
 """Reads the lines of one segment in order, up to its end or to the first break.
 
-A reader never skips a line. At a break, the question is whether the bytes there had been durable. A pin that covers
-them proves it. So does a later line that provably belongs to this segment and counts the line at the break in its `c`.
-If the bytes had been durable, they were changed later, and the segment is *corrupt*. Otherwise, the tail is *torn*. An
-ordinary crash leaves a torn tail, but the bytes alone can't show the cause.
+A break is the first line that is damaged or doesn't fit. A reader never skips it. The question is whether the bytes at
+the break had ever been durable. If so, they were changed later, and the segment is *corrupt*. Otherwise, its tail is
+*torn*. An ordinary crash leaves a torn tail, but the bytes alone can't show the cause.
+
+Two things prove that the bytes had been durable. One is a pin that covers them. The other is a later line whose `c`,
+the number of durable lines, includes the line at the break. The later line must provably belong to this segment.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from .disk import REAL, Disk, read_file
 from .segment import MAX_LINE, ZERO, BadLine, Chain, Line, parse_line, peek, read_body, segment_names
 
 PINS = "pins.json"
-"""Name of a file in the run directory. It has the heads of all segments that were sealed when a store last closed."""
+"""Name of a file in the run directory. It has the heads of all segments that were sealed when a store last closed. A
+head is the hash of a segment's last line."""
 
 
 def read_pin_file(disk: Disk, path: Path) -> dict[str, str]:
@@ -155,7 +158,8 @@ class _Run:
     part."""
 
     def proves(self, chain: Chain) -> str | None:
-        """Return why the line at the break must have been durable if this run is part of the segment, or None."""
+        """Return why the line at the break must have been durable, or None if this run of lines doesn't prove it. The
+        proof assumes that the run belongs to the segment."""
         first = self.first
         if self.sealed:
             return "the segment was sealed after it"

@@ -177,10 +177,12 @@ def _clear_parts(folder: Path, disk: Disk) -> None:
 
 
 def tips(segments: list[Segment], live: set[str], folder: Path, disk: Disk) -> dict[str, str]:
-    """Return the segment heads that no later segment pins yet. Used as pins, they cover every line.
+    """Return the head of each segment, unless another segment already pins it. If a new segment pins these heads, every
+    durable line is covered by a pin.
 
-    In a live writer's segment, the head is the hash of the last line below the frontier. A power cut may still lose
-    lines above the frontier, and a pin on a lost line would look like tampering.
+    A head is usually the hash of the segment's last line. In a live writer's segment, it is the hash of the last line
+    below the frontier. A power cut may still lose lines above the frontier, and a pin on a lost line would look like
+    tampering.
     """
     pinned = {name: head for segment in segments for name, head in read_pins(segment).items()}
     found: dict[str, str] = {}
@@ -199,7 +201,7 @@ def read_pins(segment: Segment) -> dict[str, str]:
 
 
 def head_at(folder: Path, disk: Disk, segment: Segment, n: int) -> str:
-    """Return the hash of the segment's line with ordinal `n - 1`, or an empty string if the segment is shorter."""
+    """Return the hash of the last of the segment's first `n` lines, or an empty string if the segment is shorter."""
     for _, line, _ in SegmentReader(folder, segment.name, disk=disk):
         if line.n == n - 1:
             return line.h.decode()
@@ -231,8 +233,8 @@ def unmet_pins(segments: list[Segment], index: Index, kept: dict[str, str]) -> l
 def owner(segments: list[Segment], tape: Summary, index: Index) -> str:
     """Return the newest segment of the writer that writes this open tape.
 
-    The search begins at the segment with the tape's last record and follows the `next` names in full segments. Without
-    this, an episode would be ended as crashed if it wrote nothing since its live writer began a new segment.
+    The search begins at the segment with the tape's last record and follows the `next` names in full segments.
+    Otherwise, an episode that wrote nothing since its live writer began a new segment would be ended as crashed.
     """
     by_name = {segment.name: segment for segment in segments}
     name = index.places(tape.id)[-1].segment

@@ -41,7 +41,7 @@ class HeldOut(Value):
     """The rewards of one evaluation on held-out tasks."""
 
     mean: float | None
-    """Mean over the scored episodes, or None if there are none."""
+    """Mean reward of the scored episodes, or None if there are none."""
     error: float | None
     """Standard error of the mean."""
     n: int
@@ -51,7 +51,7 @@ class HeldOut(Value):
     lengths: dict[str, float | None] = Field(default={})
     """Statistics on turns, tokens and ends of the episodes, under the same names as in the metrics."""
     reward: dict[str, float | int | None] | None
-    """Mean reward over tasks and its interval, under the keys value, low, high and tasks."""
+    """Mean reward over tasks (`value`), its interval (`low` and `high`), and the number of tasks (`tasks`)."""
     pass_at: dict[str, dict[str, float | int | None] | None]
     """pass@k with its interval, by k."""
     agents: dict[str, float | None] | None = None
@@ -69,7 +69,7 @@ class PlayerResults(BaseModel):
     """The results of one player."""
 
     base: str | None = None
-    """Digest of the weights that its model began with."""
+    """Digest of the weights that the player's model began with."""
 
 
 class Lengthened(Value):
@@ -110,7 +110,7 @@ class Results(BaseModel):
     lengths: list[Lengthened] = []
     after: Evaluations | None = None
     lost_points: dict[str, int] = {}
-    """Number of points that each tracker lost."""
+    """Number of data points that each tracker failed to receive."""
     books: Books | None = None
     books_close: bool | None = None
 
@@ -129,8 +129,9 @@ class Results(BaseModel):
 
 
 Change = Callable[["RunDir", Any, Any], str]
-"""A function of (run, old value of a setting, new value). It returns a phrase for the file that describes when the
-setting was changed. It may also adapt the results to the new value, or raise UsageError to refuse the change."""
+"""A function that `open_run` calls when a setting has changed, with (run, old value, new value). It returns a phrase
+for the configuration file that describes when the setting was changed. It may also adapt the results to the new value,
+or raise UsageError to refuse the change."""
 
 
 class RunDir:
@@ -172,8 +173,8 @@ class RunDir:
         table[name] = round(table.get(name, 0.0) + seconds, 3)
 
     def metrics(self, line: Mapping[str, object]) -> None:
-        """Append `line` to metrics.jsonl, with an additional first value, the epoch of this lead. Then call the
-        listeners. Raises LeaseLost if this process has lost its lease."""
+        """Append `line` to metrics.jsonl. If this process has a lease, the lease's epoch is added as the first value.
+        Then call the listeners. Raises LeaseLost if this process has lost its lease."""
         lead = {} if self.store.lease is None else {"lead": self.store.lease.epoch}
         append_metrics(self.path / METRICS, {**lead, **line}, check=self.store.check_lead)
         for listener in self.listeners:
@@ -195,12 +196,13 @@ def open_run(
     engines: Collection[str] = (),
     begin: Callable[[], Results] = Results,
 ) -> Iterator[RunDir]:
-    """Begin the run at `path`, or resume it.
+    """Begin the run at `path`, or resume it. `begin()` returns the first results of a new run.
 
-    `begin()` returns the first results of a new run. When a run is resumed, some settings may differ from its file. The
-    settings in `free` (dotted keys) and all `FreeAtResume` settings may always differ, and the file keeps their old
-    values. A setting in `changes` may differ if its function allows the change. A setting in the groups `engines` may
-    differ if no episode has a result yet. Changes to settings in `changes` and `engines` are recorded in the file.
+    When a run is resumed, these settings may differ from its configuration file:
+
+    * The settings in `free` (dotted keys) and all `FreeAtResume` settings. The file keeps their old values.
+    * A setting in `changes`, if its function allows the change. The file gets the new value.
+    * A setting in the groups `engines`, if no episode has a result yet. The file gets the new value.
 
     Raises UsageError if a run exists at `path` and `resume` is false, if another program wrote the tapes there, or if
     another process leads the run. Raises ConfigError if the run has a different configuration. The store is sealed when
@@ -364,8 +366,9 @@ def _change(run: RunDir, config: BaseModel, free: Collection[str], changes: Mapp
 
 
 def _keep_counted(path: Path, check: Check, where: Callable[[bytes], bool] = lambda line: True) -> None:
-    """Replace the file with a copy of the lines that count. If an earlier lead still has the old file open, it then
-    can't append to the new file. A last line without a newline is dropped, since the next line would extend it."""
+    """Replace the metrics file with a copy of the lines that count and for which `where(line)` is true. An earlier lead
+    may still have the old file open, and then can't append to the new file. A last line without a newline is dropped,
+    since the next line would extend it."""
     if path.exists():
         lines = [line for line in counted_lines(read_file(path)) if line.endswith(b"\n")]
         put_file(REAL, path, b"".join(filter(where, lines)), check=check)

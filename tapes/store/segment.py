@@ -24,7 +24,7 @@ from ..errors import NotATape, short_repr
 from ..journal import MAX_BODY
 
 ZERO = b"0" * 64
-"""`p` in a first line that pins nothing."""
+"""The value of `p` in a first line that pins nothing."""
 MAX_LINE = MAX_BODY + 1024
 """Maximum length of a line in bytes. It bounds a reader's memory. Larger content goes into a media file."""
 
@@ -59,10 +59,10 @@ class Line(NamedTuple):
     n: int
     c: int
     p: bytes
-    """64 hex digits."""
+    """Hash of the previous line, as 64 hex digits."""
     body: bytes
     h: bytes
-    """64 hex digits."""
+    """Hash of this line, as 64 hex digits."""
 
 
 def encode_line(n: int, c: int, p: bytes, body: bytes) -> tuple[bytes, bytes]:
@@ -130,7 +130,7 @@ class Chain:
         self.first: bytes = b""
         """Hash of the first line. It is empty until this line is taken."""
         self.frontier = 0
-        """The highest `c` so far. Lines below it were durable."""
+        """The highest `c` so far. This number of lines was durable."""
         self.opened: dict[str, JsonValue] = {}
         """The body of the segment's `open`."""
         self.sealed: dict[str, JsonValue] | None = None

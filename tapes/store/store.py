@@ -216,7 +216,8 @@ class Store:
         Files that are missing or outside the run are left out.
 
         If `open` is true, the files may still change or appear before the run is closed, so they are recorded without
-        digests. Raises LeaseLost if a later lead may have written them.
+        digests. Raises LeaseLost if this process has lost its lease, because another process may then have written the
+        files.
         """
         self.check_lead()
         found = {
@@ -271,7 +272,8 @@ class Store:
             raise lease.lost(later[-1])
 
     def check_counted(self) -> None:
-        """Raise LeaseLost if an update that this process recorded doesn't count because a later lead took over."""
+        """Raise LeaseLost if an update that this process recorded doesn't count, because another process had already
+        taken the run over."""
         self.writer.sync()  # `lineages` reads only records that are already in the file
         mine = [one for one in self.lineages().refused if self.lease is not None and one.lead == self.lease.epoch]
         if mine:
@@ -396,8 +398,8 @@ class Store:
         return self._read_on({})
 
     def _read_on(self, readers: dict[str, SegmentReader]) -> Iterator[Stored]:
-        """Yield the records after the positions of `readers`, given by segment name. Missing readers are added to the
-        dict."""
+        """Yield the records that `readers` haven't read yet. `readers` has one reader for each segment, by name. A
+        reader for each new segment is added."""
         for name, size in segment_sizes(self.folder, self.disk).items():
             reader = readers.setdefault(name, SegmentReader(self.folder, name, disk=self.disk))
             reader.end = size

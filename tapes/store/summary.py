@@ -26,7 +26,8 @@ _PLAIN = r'[^"\\]*'
 
 
 def _leading(cls: type[Record], *names: str) -> re.Pattern[bytes]:
-    """Return a pattern for the start of a `cls` record's body, up to the last of the fields `names`, each with a group.
+    """Return a pattern that reads the fields `names` from the start of a `cls` record's body. It has a group for each
+    field.
 
     A body has its fields in the order of its class. So the first fields can be read without the content, which is most
     of a run's bytes. If a body doesn't match, for example because a string has an escape, it must be read as JSON.
@@ -104,7 +105,8 @@ class RewardFacts(NamedTuple):
     failed: bool
     """Whether this reward leaves its tape unscored."""
     kind: str | None = None
-    """Kind of the action that earned the reward. None if the whole episode earned it or no reader set it."""
+    """Kind of the action that earned the reward. Only the audit sets it. It is None for a reward of the whole
+    episode."""
 
 
 class EndFacts(NamedTuple):
@@ -156,7 +158,7 @@ class Summary(NamedTuple):
 
 
 BEGUN = Summary._fields.index("status")
-"""The `begin` determines this number of leading fields. Later records change the other fields."""
+"""Number of leading fields that the `begin` determines. Later records change only the fields after these."""
 
 
 class TapeFold:
@@ -326,8 +328,8 @@ _READERS = {
 
 
 def attempts_of(closed: Iterable[Summary]) -> dict[str, list[Summary]]:
-    """Return one episode for each attempt, by task hash. This is the attempt's last episode that counts
-    (`Summary.trainable`), or its first episode if none of them counts."""
+    """Return one episode for each attempt, by task hash. If an attempt has several episodes, this is the last one that
+    counts (`Summary.trainable`), or the first one if none counts."""
     found: dict[str, dict[tuple[str, int], Summary]] = {}
     for s in closed:
         place = (s.group or s.id, s.attempt)

@@ -1,9 +1,10 @@
 """Verification reads every line of a run without the index. It reports what holds, the damage, and what isn't checked.
 
-A run is broken if bytes below a frontier, a seal or a pin have changed, if a record names a missing thing, or if a
-token or an episode is not accounted for (`books`). A run is undecided if it has a torn tail that no recovery has set
-aside, or if an unpinned segment is missing. It is also undecided if a gap may come from a crash or a deleted file, or
-if only a newer version knows a part of a record. Verification runs no agent, environment or model, and changes nothing.
+A run is broken if durable bytes have changed, if a record names a missing thing, or if a token or an episode is not
+accounted for (`books`). Bytes are durable if they are below a frontier, a seal or a pin. A run is undecided if it has a
+torn tail that no recovery has set aside, or if an unpinned segment is missing. It is also undecided if a gap may come
+from a crash or a deleted file, or if only a newer version knows a part of a record. Verification runs no agent,
+environment or model, and changes nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class SegmentReport(Value):
     head: str
     """Hash of the last of these lines. As a pin, it covers them all."""
     frontier: int
-    """Number of lines that were durable according to the segment itself."""
+    """Number of lines that were durable, as stated in the segment's own lines."""
     sealed: bool
     reason: str | None
     """The reason in the segment's seal (`closed`, `full` or `exit`), or None if the segment has no seal."""
@@ -79,7 +80,7 @@ class Report(Value):
     torn: tuple[str, ...]
     """Sentences about bytes above a frontier that don't form whole lines."""
     holes: tuple[str, ...]
-    """Numbers of missing segments that nothing pins."""
+    """Numbers of segments that are missing in the sequence and that no pin names."""
     unsettled: tuple[str, ...]
     """Sentences about gaps that may come from a crash, but also from a deleted or shortened file."""
     unknown: tuple[str, ...] = ()
@@ -120,7 +121,8 @@ class _Fold:
         """Name of the segment with the `lead` record, by epoch."""
         self.records = 0
         self._unknown: dict[tuple[str, str | None], tuple[int, str]] = {}
-        """(Number of records, place of the first one), by (unknown part, version that wrote it)."""
+        """The parts of records that this version doesn't know. For (part, version that wrote it), the value is (number
+        of records, place of the first one)."""
         self._wrote: dict[str, str] = {}
         """The package version that recorded each tape."""
 
@@ -171,7 +173,8 @@ class _Fold:
 
 
 class _Pictures:
-    """Checks that the places in each prompt fit the pictures in its messages, and that the tape has these pictures.
+    """Checks the places of pictures in each prompt, which are the ranges of tokens that stand for them. The places must
+    fit the pictures in the prompt's messages, and the tape must have these pictures.
 
     No model is loaded, so the tokens at a place can only be checked against the size of the picture. A processor
     produces the same grid and ids for all pictures of one size, and a picture's first and last id are equal.
@@ -181,11 +184,10 @@ class _Pictures:
         self._shown: dict[str, set[str]] = {}
         """Names (`_named`) of the pictures in each tape's steps and requests. A fork of an unread tape has no entry."""
         self._sizes: dict[tuple[str, int, int], str] = {}
-        """The tape that recorded the size, by (file, width, height)."""
+        """The recorded sizes of pictures, as (file, width, height). The value is a tape that recorded the size."""
         self._placed: list[tuple[str, str, Place, bytes, bool, bool]] = []
-        """(call, processor and agent, place, hash of its ids, whether they are all equal, whether its ends are
-        plausible).
-        """
+        """One tuple for each place: (call, processor and agent, place, hash of the ids at the place, whether these ids
+        are all equal, whether the first and last id are plausible)."""
         self._processors: dict[str, str] = {}
         self._calls: dict[str, tuple[list[tuple[int, Message]], list[Place]]] = {}
         """For each call with pictures: (message index, part) of each picture or video, and the prompt's places."""
@@ -284,7 +286,7 @@ class _Pins:
         self.opens: dict[str, list[tuple[str, str]]] = {}
         """The pins in the first line of each segment."""
         self.met: dict[tuple[str, str], int] = {}
-        """Number of lines up to and including the pinned line, by pin."""
+        """The pins that were found. The value is the number of lines up to and including the pinned line."""
         self.problems: list[str] = []
         for pin in map(str, pins):
             self._add(disk, pin)
@@ -537,8 +539,8 @@ def _unsettled(path: Path, reports: list[SegmentReport], found: _Fold, wanted: _
 
 
 def _after(folder: Path, reports: list[SegmentReport], last: _Pins, wanted: _Pins, disk: Disk) -> Iterator[str]:
-    """Yield a sentence for each segment with bytes that no pin covers. The pins are `last` and all pins in covered
-    lines."""
+    """Yield a sentence for each segment with bytes after the end that the pins in `last` mark. A pin covers the lines
+    before it, and the pins in covered lines cover further segments."""
     covered: dict[str, int] = {}
     todo = [pin for pin in wanted.met if pin in last.of_segment or pin[1] in last.anywhere]
     while todo:

@@ -123,8 +123,8 @@ class SegmentWriter:
     ) -> None:
         """Take over a segment that `new_segment` created, and make its first line durable.
 
-        After `idle` seconds without a new record, the writer states the frontier. If no caller waits for a record, it
-        is synced after at most `max_age` seconds. If `thread` is false, only `commit`, `sync` and `close` write.
+        After `idle` seconds without a new record, a `commit` line is written. A record that no caller waits for is
+        synced after at most `max_age` seconds. If `thread` is false, only `commit`, `sync` and `close` write.
         """
         self.folder, self.disk, self.durability = folder, disk, Durability(durability)
         name, self._handle = segment
@@ -258,10 +258,9 @@ class SegmentWriter:
             future.result()
 
     def when_durable(self, done: Done) -> bool:
-        """Call `done(None)` in the writer's thread when every line appended so far is durable, or `done(error)` on
-        failure.
+        """Call `done(None)` in the writer's thread as soon as `durable` would return, or `done(error)` on failure.
 
-        If every line is durable already, return False and never call `done`. Otherwise, return True.
+        If there is nothing to wait for, return False and never call `done`. Otherwise, return True.
         """
         with self._lock:
             self._check()
