@@ -22,20 +22,22 @@ from ..tape import Tape
 NEWEST = 50
 """Number of newest tapes that are read to find signs that no metric shows."""
 OFTEN = 0.1
-"""Cut-off answers are reported if their share of all answers is above this value."""
+"""Answers that were cut off at their token limit are reported if their share of all answers is above this value."""
 MOST = 0.5
-"""Unreadable answers are reported if their share of all answers is above this value."""
+"""Answers that could not be read as an action are reported if their share of all answers is above this value."""
 NEAR = 0.1
-"""Cut-off answers aren't reported if their mean reward is close to the best reward. Close means that the difference is
-below this share of the rewards' range."""
+"""Answers that were cut off aren't reported if their mean reward is close to the best reward. Close means that the
+difference is below this share of the rewards' range."""
 FEW = 4
 """Minimum number of rewards for advice about rewards, and of answers for advice about answers."""
 SHORT = 16
-"""If the limit on an answer's length is below this number of tokens, the limit is assumed to be intended."""
+"""If the limit on an answer's length is below this number of tokens, it is assumed to be intended. Answers that were
+cut off are then not reported."""
 LOOP = 10
-"""Minimum number of updates for advice about their reward. Five of these updates are compared with the other five."""
+"""Minimum number of updates for advice about their reward. The mean rewards of the first and the last updates are
+compared."""
 GONE = 0.05
-"""In nats per token. If the entropy is below this value, the attempts in a group are copies of each other."""
+"""Entropy in nats per token. Below this value, the attempts in a group are copies of each other."""
 
 Lines = Sequence[Mapping[str, JsonValue]]
 
@@ -180,8 +182,8 @@ def _values(lines: Lines, key: str) -> list[float]:
 
 
 def _rise(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the difference between the means. It is infinite if a sequence has under two
-    values."""
+    """Return the 95 % interval for the rise of the mean from `before` to `after`. It is infinite if either sequence has
+    fewer than two values."""
     if len(before) < 2 or len(after) < 2:
         return -math.inf, math.inf
     error = math.sqrt(variance(before) / len(before) + variance(after) / len(after))

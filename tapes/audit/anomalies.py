@@ -39,8 +39,8 @@ from ..value import Value
 OFTEN = 0.1
 """Cut completions and cut episodes are reported if their share is above this value."""
 MISMATCH = 0.1
-"""A difference above this number of nats is a mismatch. Rounding causes far smaller differences. In bfloat16, they
-almost always stay below this limit."""
+"""If trainer and sampler differ on a token by more than this number of nats, it is a mismatch. Rounding causes far
+smaller differences. Even in bfloat16, they almost always stay below this limit."""
 ROUNDING = 1e-6
 """Rounding may lift a log-softmax in float32 above 0 by this number of nats."""
 
@@ -63,7 +63,8 @@ class Component(Value, frozen=False):
     """Mean of the values, without their weights."""
     high: float | None = None
     total: float = 0.0
-    """Sum of weight * value. It is scaled by `DOWN`, like `_sum`, until `sealed` removes the scale."""
+    """Sum of weight * value. Until all scores are counted, it is scaled by `DOWN`, so that it can't overflow. `sealed`
+    removes the scale."""
     share: float | None = None
     """|total| divided by the sum of |total| over all components. It is None for metrics and layers, or if that sum is
     0."""
@@ -126,7 +127,7 @@ class _Group:
     """For each component: (value on the first tape, number of tapes, whether all tapes have this value). Only tapes
     that may be trained on are counted."""
     equal: tuple[float, int, bool] | None = None
-    """The same tuple for the sum of all components."""
+    """The same tuple as in `values`, for the sum of all components."""
 
 
 _NOTED: dict[str, tuple[str | None, str]] = {
@@ -153,7 +154,8 @@ class Anomalies:
     """Counts anomalies while `AuditFold` passes it the records of one run."""
 
     def __init__(self, examples: int, repeats: int, diverged: Container[str] = ()) -> None:
-        """`examples` is the number of tapes that each anomaly names. `repeats` and `diverged` are as in `AuditFold`."""
+        """`examples` is the number of tapes that each anomaly names. A tape is reported if it has at least `repeats`
+        equal actions in a row. `diverged` holds the ids of tapes that diverged in `replay model`."""
         self._examples, self._repeats, self._diverged = examples, repeats, diverged
         self._odd: dict[tuple[str, str], _Odd] = {}
         self._groups: dict[str, _Group] = {}

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 EXAMPLES = 5
 """Maximum number of tapes that each line of the audit names."""
 INHERITED = "(before the fork)"
-"""The audit lists this kind for actions that a fork inherited from its parent."""
+"""The kind under which the audit lists actions that a fork inherited from its parent."""
 
 
 class Ended(Lost, frozen=False):
@@ -57,7 +57,7 @@ class Ended(Lost, frozen=False):
     tokens: dict[str, int] = Field(default={})
     """Number of episodes in each bucket of completion tokens. The buckets are the same as in `turns`."""
     tapes: tuple[str, ...] = ()
-    """Some of these episodes."""
+    """Ids of some of these episodes."""
 
 
 class Spent(Value, frozen=False):
@@ -380,7 +380,7 @@ def audit_run(
 
 
 def _diverged(run: Path) -> frozenset[str]:
-    """Return the tapes that diverged in their newest `replay model` with the run's own weights."""
+    """Return the ids of the tapes that diverged when `replay model` last checked them with the run's own weights."""
     checks = Checks(run)
     found: set[str] = set()
     for tape in checks.refresh():

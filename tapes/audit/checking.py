@@ -27,7 +27,8 @@ PER_JOB = 250
 """Number of tapes that justify starting another process."""
 
 Plan = Callable[["Store"], Callable[["Tape"], Verdict]]
-"""A picklable function that receives an open store in each process and returns the check for its tapes."""
+"""A picklable function that each process calls with its own open store. It returns the check, which is a function from
+a tape to a verdict."""
 
 
 def check_run(

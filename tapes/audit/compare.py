@@ -47,8 +47,8 @@ class Parting(Value):
     step: int | None
     """Index of the step in both tapes, or None at the end of the episode."""
     by: str | None
-    """The path that produced the step on the first tape, or on the second tape if the first is shorter. It is None at
-    the end of the episode."""
+    """Who produced the step on the first tape, or on the second tape if the first is shorter: the path of an agent, or
+    `env`. It is None at the end of the episode."""
     field: str
     """What differs, such as `answer.text`, `kind`, `tokens[3]`, `reward.exact` or `end.status`. `step` means that one
     tape has no more steps."""
@@ -100,7 +100,7 @@ class TaskDiff(Value):
     """The change from the first run to the second. `won` means that the mean reward is higher in the second run.
     `changed` means that the mean reward is equal or unknown, but the tapes or their number differ."""
     first: float | None
-    """Mean reward of the scored attempts, or None if there are none."""
+    """Mean reward of the scored attempts in the first run, or None if there are none."""
     second: float | None
     attempts: tuple[int, int]
     tapes: tuple[str, str] | None
@@ -121,7 +121,7 @@ class RunDiff(Value):
     scored: int
     """Number of tasks with a scored attempt in both runs."""
     mean_first: float | None
-    """Mean of `TaskDiff.first` over these tasks, or None without tasks."""
+    """Mean of `TaskDiff.first` over the tasks that `scored` counts, or None if there are none."""
     mean_second: float | None
     tasks: tuple[TaskDiff, ...]
     """All tasks that differ, in the order lost, changed, won, then tasks that only one run has. Each part is sorted by
@@ -274,7 +274,7 @@ def diff_runs(
 ) -> RunDiff:
     """Compare the closed tapes of two runs task by task.
 
-    `split` selects the split in both runs, unless `against_split` names another split for the second run.
+    `split` selects the same split in both runs. `against_split` selects another split in the second run.
     """
     splits = split, against_split or split
     a, b = (

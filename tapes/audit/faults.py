@@ -25,7 +25,8 @@ class Fault(Value):
 
 
 class Faults:
-    """Counts faults. Errors of one class from one place are the same fault. It has the message of the first error."""
+    """Counts faults. Errors with the same class and the same place are one fault, which keeps the message of the first
+    error."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str | None, str | None], Fault] = {}

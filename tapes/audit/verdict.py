@@ -76,7 +76,7 @@ class Divergence(Value):
     sentence: str
     """A human-readable description of what happened."""
     where: str | None = None
-    """The code that caused it, as `file:line in function`, or None if no line is known."""
+    """The code that caused the divergence, as `file:line in function`, or None if no line is known."""
 
     @computed_field
     @property
@@ -93,7 +93,7 @@ class Failure(Value):
     error: str
     """What happened, with the exception's name and message."""
     where: str | None = None
-    """The code that caused it, as `file:line in function`, or None if no line is known."""
+    """The code that failed, as `file:line in function`, or None if no line is known."""
 
 
 class Verdict(Value):

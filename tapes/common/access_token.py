@@ -64,7 +64,8 @@ def private_file(name: str, text: str) -> Path:
 def token_path(url: str) -> str:
     """Return the name of the file with the token of the server at `url`.
 
-    The name contains the host as it is in `url`, because `localhost` may reach another user's server on the same port.
+    `url` may name the machine as `localhost` or `127.0.0.1`, and each spelling has its own file. The reason is that
+    `localhost` may reach another user's server on the same port.
     """
     at = urlsplit(url)
     # Several machines may share a home folder, so the name of the machine is part of the file's name.

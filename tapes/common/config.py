@@ -31,7 +31,8 @@ FORMAT = 1
 NAME = "NAME"
 """Placeholder for any key in a mapping of groups, as in `players.NAME.lr`."""
 AT_RESUME = "at resume"
-"""With this context, `model_dump` writes every `FreeAtResume` setting as None, so that these settings compare equal."""
+"""Context for `model_dump` when the settings of a run are compared at resume. With this context, every `FreeAtResume`
+setting is written as None, so that these settings compare equal."""
 FreeAtResume = WrapSerializer(lambda value, write, info: None if info.context == AT_RESUME else write(value))
 """Annotates a setting that may differ when a run is resumed, for example a server's address. These settings affect
 neither samples nor updates."""
@@ -51,8 +52,8 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _onto_defaults(cls, data: Any) -> Any:
-        """If only some values in a group are set, take the others from the field's default. Pydantic would take them
-        from the defaults in the group's own class, which may differ."""
+        """Complete a group in which only some values are set. The other values come from the default of the field that
+        holds the group. Pydantic would take them from the group's own class, which may have other defaults."""
         if not isinstance(data, Mapping):
             return data
         partly = {
@@ -149,7 +150,7 @@ class _Layers(dict[Keys, tuple[Any, str]]):
 
     def where(self, keys: Keys) -> str:
         """Return the origin of a key, or the origin of the nearest group above it. If neither is known, return the
-        origins of all settings inside it."""
+        origins of all settings inside the key's group."""
         for n in range(len(keys), 0, -1):
             if keys[:n] in self:
                 return self[keys[:n]][1]
@@ -159,7 +160,8 @@ class _Layers(dict[Keys, tuple[Any, str]]):
 
 @check_arguments
 def load_config(base: type[ModelT] | ModelT, file: str | Path | None = None, sets: Sequence[Setting] = ()) -> ModelT:
-    """Load a configuration. `sets` override settings in `file`, which override `base` (a model class or instance)."""
+    """Load a configuration. It starts from `base`, a model class or instance. Settings in `file` override `base`, and
+    `sets` override both."""
     cls = base if isinstance(base, type) else type(base)
     _refuse_open_models(cls)
     layers = _Layers()
@@ -328,7 +330,7 @@ def _explicit(value: Any, whole: bool = False) -> Any:
     """Return the values that Python code set in a model, as plain groups. The model's defaults are left out.
 
     Literal fields are included, because they tell the members of a union apart. With `whole`, all values are included.
-    A group that is a field's default needs this. Otherwise, its missing values would be taken from other defaults.
+    This is necessary for a group that is a field's default, because missing values would be taken from other defaults.
     """
     if isinstance(value, BaseModel):
         return {

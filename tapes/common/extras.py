@@ -9,8 +9,8 @@ from typing import NoReturn
 from ..errors import MissingExtra
 
 BUNDLES = ("dev", "demo")
-"""Extras that consist of other extras. If a package is missing, the message names one of these only if no other extra
-contains the package."""
+"""Extras that consist of other extras. The message about a missing package names one of them only if no other
+extra contains the package."""
 
 
 def extra_of(module: str) -> str | None:

@@ -106,7 +106,8 @@ def guard_log(name: str) -> None:
 
 
 def hide(value: ValueT) -> ValueT:
-    """Return a JSON value with the secrets in its strings hidden. A string under a key that names a secret is hidden.
+    """Return a JSON value with the secrets in its strings hidden. If a key names a secret, the whole string under it is
+    hidden.
 
     This runs for every episode, so it reads the environment only if a string looks like a key.
     """

@@ -74,7 +74,8 @@ def is_loopback(host: str) -> bool:
 
 
 def names_server(header: str, host: str) -> bool:
-    """Return whether the `Host` header names a server that listens on this host. The header's port may be forwarded.
+    """Return whether the `Host` header names a server that listens on this host. The port in the header isn't compared,
+    because it may be forwarded.
 
     This accepts only names that a foreign name server can't resolve to this machine. A loopback server accepts the
     loopback names. Others accept bare addresses, this machine's names, names without a dot and private domains.

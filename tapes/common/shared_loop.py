@@ -43,7 +43,7 @@ class SharedLoop(asyncio.SelectorEventLoop):
         self.guests: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
         """The tasks that guests created."""
         self._threads: dict[bool, ThreadPoolExecutor] = {}
-        """The thread pools of guests (True) and of Tapereel (False). Each is created at its first use."""
+        """Two thread pools: one for guests (True) and one for Tapereel (False). Each is created at its first use."""
         self._process = os.getpid()
         _loops.add(self)
 

@@ -42,7 +42,7 @@ def check_reward(name: str, value: object, weight: float = 1.0) -> None:
 
 
 def total(values: Iterable[float], n: int = 1) -> float:
-    """Return the sum divided by `n`, or 0.0 if there are no values."""
+    """Return the sum of the values, divided by `n`. Return 0.0 if there are no values."""
     values = [*values]
     try:
         return math.fsum(values) / n

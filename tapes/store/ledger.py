@@ -2,8 +2,9 @@
 already used, and it is a redo log.
 
 A lineage is a series of weights, each trained from the ones before it. A `void` record ends a lineage after a given
-update, and names the lineage that continues from there. So the history of a lineage begins with its parent's history, up to the
-update at which the `void` record cut the parent. Then its own `use` records follow, in the order of (update, epoch).
+update, and names the lineage that continues from there. So the history of a lineage begins with its parent's
+history, up to the update at which the `void` record cut the parent. Then its own `use` records follow, in the order of
+(update, epoch).
 
 Applying the history to the base weights gives the lineage's weights. No update is in a history twice. Applying an
 update twice would not give the weights that sampled the later tapes.
