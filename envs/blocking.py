@@ -73,7 +73,7 @@ def _work(who: str, work: Callable[[], Any], loop: asyncio.AbstractEventLoop, do
     try:
         result, error = work(), None
     except (StopIteration, asyncio.CancelledError, KeyboardInterrupt, SystemExit) as raised:
-        # A future can't hold some of these exceptions, and the others would end the process.
+        # A future can't hold StopIteration. The other exceptions would cancel the waiting task or end the process.
         result, error = None, RuntimeError(f"{who} raised {type(raised).__name__}: {raised}")
     except BaseException as raised:  # the waiting caller receives it
         result, error = None, raised

@@ -27,8 +27,9 @@ ActionT = TypeVar("ActionT", bound=Action, contravariant=True, default=Answer)
 TaskT = TypeVar("TaskT", contravariant=True, default=Any)
 Effect = Literal["pure", "idempotent", "irreversible"]
 Normalisers = Mapping[str, str | None]
-"""For each field, a regular expression for its varying part, or None if the whole field varies. The name of a field has
-the form `kind.field`, with `[]` for list items, or `reward.name`."""
+"""The parts of observations and rewards that vary between executions. It maps the name of a field to a regular
+expression for the varying part, or to None if the whole field varies. The name of a field has the form `kind.field`,
+with `[]` for list items, or `reward.name`. An example is `{"reading.text": "[0-9]+ ms"}`."""
 
 _FACTORY = "pass an Environment class, or a function without arguments that makes an instance"
 
@@ -59,7 +60,8 @@ def as_observation(value: object, source: str = "the value that reset returns") 
 
 
 def as_outcome(value: object, method: str = "step") -> Outcome:
-    """Return `value`, which `method` returned. Raises EnvironmentFault if it isn't an Outcome."""
+    """Return `value` unchanged. Raises EnvironmentFault if it isn't an Outcome. `method` is the method that returned
+    the value, for the error message."""
     if isinstance(value, Outcome):
         value.components()  # raises if a reward became invalid after the constructor checked it
         return value
@@ -68,7 +70,7 @@ def as_outcome(value: object, method: str = "step") -> Outcome:
 
 
 def without(value: JsonValue, name: str, rules: Normalisers) -> JsonValue:
-    """Return the JSON value of the field `name`, with each varying part replaced by `…`."""
+    """Return the JSON value of the field `name`, with each part that varies by `rules` replaced by `…`."""
     if name in rules:
         rule = rules[name]
         return "…" if rule is None else re.sub(rule, "…", value if isinstance(value, str) else repr(value))
@@ -154,7 +156,8 @@ class Outcome:
 
 
 def bare_tape(tape: str, task: Task, env: str, env_seed: int, steps: Iterable[Step]) -> Tape:
-    """Return a tape for `restore`: the `steps` from an environment called `env`, without calls, rewards or an end."""
+    """Return a tape that can be passed to `restore`. It has `steps` from an environment called `env`, but no calls,
+    rewards or end."""
     identity = Identity(name=env)
     agent = Identity(name="agent")
     begin = Begin(

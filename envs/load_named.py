@@ -23,8 +23,8 @@ def load_named(name: str, *, execute: bool = True) -> object:
     """Return the object called `name`. Raises UsageError if it doesn't exist.
 
     Modules in the working directory are found too. With `execute=False`, nothing is imported, and only modules that are
-    already imported are searched. Code that merely reads a run uses this, because the run's files must not decide which
-    code runs here.
+    already imported are searched. Code that merely reads a run sets `execute=False`, because the run's files must not
+    decide which code runs here.
     """
     home, _, path = name.rpartition(":")
     if not home or not path:

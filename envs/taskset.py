@@ -149,7 +149,8 @@ class Taskset(Sequence[Task]):
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of all hashes in order, in hex. Tasksets with equal digests have equal cursors."""
+        """The SHA-256 of all hashes in order, in hex. Tasksets with equal digests have the same tasks in the same
+        order, so their cursors yield the same tasks."""
         return hashlib.sha256("".join(self._hashes).encode()).hexdigest()
 
     def split(self, *fractions: float, salt: str = "") -> tuple[Taskset, ...]:
@@ -298,9 +299,9 @@ def columns(
     """Make a `row` function: `Taskset.load("qa.jsonl", row=columns("question", "answer", id="name"))`.
 
     If `public` or `private` is a single name, this part of the task is the value in that column. For several names, or
-    a mapping from new names to columns, it is an object. With `seed`, the private part is always an object: it has this
-    column's value as `seed`, and a single private value as `answer`. The function raises BadTasks if a column is
-    missing.
+    a mapping from new names to columns, it is an object. `seed` names one more column for the private part. The private
+    part is then always an object, with this column's value as `seed`, and a single private value as `answer`. The
+    function raises BadTasks if a column is missing.
     """
 
     def row(record: Any) -> Task:

@@ -253,7 +253,7 @@ class _Session:
 
         Raises ToolFailed if the tool reports an error or returns a bad picture, and ToolsLost if the server is gone.
         After any other exception, the server is pinged: ToolFailed is raised if it answers, and ToolsLost if it
-        doesn't. Otherwise a dead server would look like a failing tool, and the episode would be trained on.
+        doesn't. Without the ping, a dead server would look like a failing tool, and the episode would be trained on.
         """
         if not self.alive:
             raise ToolsLost(f"MCP server {self.name} is gone")

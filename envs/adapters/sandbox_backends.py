@@ -44,7 +44,7 @@ _VARIABLES = {**_PLAIN, "HOME": "/work", "TMPDIR": "/tmp"}
 _PODMANS = ("HOME", "USER", "PATH", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "DBUS_SESSION_BUS_ADDRESS")
 """Variables of this process that podman itself reads. It passes none of them to a snippet."""
 _FOLDERS = {"work": "/work", "tmp": "/tmp", "shm": "/dev/shm"}
-"""The path at which snippets see each folder in the box."""
+"""For each folder in the box (`sandbox_launcher.py`), the path at which snippets see it."""
 _ETC = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/ssl/certs")
 """The files in /etc that programs in /usr need."""
 

@@ -42,7 +42,7 @@ CHECKS = {
     "cancellation": "a cancelled call stops",
     "leaks": "a closed episode leaves no task, thread or open file behind",
 }
-"""For each check, what holds for the environment if the check is ok."""
+"""For each check, a sentence that is true if the environment passes the check."""
 SAME_TWICE = (
     "played twice with the same seed and actions, {}; draw every random number from `self.rng`, or from a generator "
     "seeded with it in `reset`"

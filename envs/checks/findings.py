@@ -31,7 +31,8 @@ class CheckReport(Value):
     seconds: float
 
     def shown(self, head: str, meaning: Mapping[str, str]) -> str:
-        """Return the report as lines of text. `meaning` gives, for each check, what holds if it is ok."""
+        """Return the report as lines of text. `meaning` has, for each check, a sentence that is true if the check is
+        ok."""
         lines = [head]
         for name, state in self.checks.items():
             state, _, reason = state.partition(": ")

@@ -276,8 +276,8 @@ def normalised(values: Mapping[str, JsonValue], rules: Normalisers) -> dict[str,
 
 
 def _variation(runs: Sequence[Sequence[Moment]], rules: Normalisers) -> dict[str, Any]:
-    """Measure what varies between several executions. Returns, for each field that differs, the share of moments with a
-    difference. Also proposes a `varies` that would make the executions equal."""
+    """Measure what varies between several executions. The result has `measured`, the share of moments with a difference
+    for each field that differs, and `proposed`, a `varies` that would make the executions equal."""
     if len(runs) < 2:
         return {}
     rows: dict[str, list[list[JsonValue]]] = defaultdict(list)
@@ -325,7 +325,8 @@ def _under(name: str, value: JsonValue) -> Iterator[tuple[str, JsonValue]]:
 
 
 def _proposal(rows: Sequence[Sequence[JsonValue]]) -> str | None:
-    """Return the narrowest of `_SHAPES` that makes all executions equal if removed. None ignores the whole field."""
+    """Return a pattern for the varying part of a field: the narrowest of `_SHAPES` that makes all executions equal if
+    its matches are removed. None ignores the whole field."""
     if not all(isinstance(value, str) for row in rows for value in row):
         return None
     for shape in _SHAPES:
@@ -354,7 +355,7 @@ def reexec_run(
     `tapes` names the tapes. If it is empty, all closed tapes in `split` are used. `env` is the `module:name` of an
     environment class or factory. None uses the environment in the run's configuration. `masks` gives, for each field, a
     regular expression for the part that may differ, or None for the whole field. Each tape is executed `times` times.
-    If this is 2 or more, the verdicts name the fields that vary (see `proposed_masks`). One execution may take
+    If `times` is 2 or more, the verdicts name the fields that vary (see `proposed_masks`). One execution may take
     `seconds` of wall-clock time.
     """
     if times < 1 or seconds <= 0:

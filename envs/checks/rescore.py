@@ -48,9 +48,9 @@ async def rescore(
     """Return the verdict on the recorded components, and new records for the components without a record.
 
     The sources must reproduce each of their recorded components. Components from other sources are not compared. If a
-    source fails, no new records are returned, because a sum without this source would be a different reward. `layer`
-    names a later scoring. Its records are compared, and the new records belong to it. If it is None, the rewards from
-    the episode itself are compared.
+    source fails, no new records are returned, because a sum without this source would be a different reward. With
+    `layer`, the records of the later scoring of that name are compared, and the new records belong to it. Without
+    `layer`, the rewards from the episode itself are compared.
     """
     if not tape.closed:
         return unverifiable("rescore", tape.id, "the tape has no end yet"), []
@@ -81,7 +81,7 @@ async def rescore(
 
 
 Scores = dict[int | None, Reward]
-"""The record of each step. The key None stands for the episode."""
+"""The records of one component, by the index of the step. The key None stands for the episode as a whole."""
 
 
 def _sides(
@@ -89,7 +89,8 @@ def _sides(
 ) -> tuple[list[tuple[Scores, Scores]], list[str], list[str]]:
     """Pair the recorded scores with the computed scores. Recorded failures come first.
 
-    Return the pairs, the names of components that can't be recomputed, and notes on others that are not compared.
+    Return the pairs, the names of components that can't be recomputed, and a note on each other component that is not
+    compared.
     """
     sides: list[tuple[Scores, Scores]] = []
     skipped: list[str] = []
@@ -111,7 +112,8 @@ def _sides(
 
 
 def _source(component: str, sources: Iterable[RewardSource[Any]]) -> RewardSource[Any] | None:
-    """Return a component's source. Its name is the component's name, or the part of this name before a slash."""
+    """Return the source of a component. The component has the same name as its source (`judge`), or this name before a
+    slash (`judge/style`)."""
     named = {source.name: source for source in sources}
     parts = component.split("/")
     return next((named[name] for k in range(len(parts), 0, -1) if (name := "/".join(parts[:k])) in named), None)
@@ -213,19 +215,20 @@ class Disagreement(Value):
     tapes: int
     equal: int
     higher: int
-    """Tapes that the first function scores higher."""
+    """Number of tapes that the first function scores higher."""
     lower: int
     unscored: int
-    """Tapes without a reward from one function or both."""
+    """Number of tapes without a reward from one function or both."""
     failed: int
-    """Unscored tapes on which a source of either function failed."""
+    """Number of unscored tapes on which a source of either function failed."""
     mean_ours: float | None
     """The mean over the tapes that both functions score."""
     mean_theirs: float | None
     pairs: int
-    """Pairs of attempts in the same group, without the pairs that both functions score as equal."""
+    """Number of pairs of attempts in the same group, without the pairs that both functions score as equal."""
     turned: int
-    """Pairs that the two functions order differently. In training, the sign of the advantage would be reversed."""
+    """Number of pairs that the two functions order differently. In training, the sign of the advantage would be
+    reversed."""
     furthest: tuple[Opinion, ...]
     """Up to 10 tapes on which the functions differ most."""
 
@@ -275,9 +278,9 @@ class Added(Value):
     verdicts: Verdicts
     """Verdicts on the tapes that already had the layer, and on those for which the reward failed."""
     scored: int
-    """Tapes that the reward code read."""
+    """Number of tapes that the reward code read."""
     tapes: int
-    """Tapes that received records in the layer."""
+    """Number of tapes that received records in the layer."""
     records: int
 
 
@@ -325,7 +328,8 @@ def add_reward_layer(
     split: str | None = None,
     progress: Progress = silent,
 ) -> Added:
-    """Score the tapes with `reward`, and write the scores as `layer`. On tapes that have this layer, only compare them.
+    """Score the tapes with `reward`, and write the scores as `layer`. On tapes that already have this layer, the scores
+    are only compared.
 
     This runs in one process, because a store has one writer. A tape for which the reward fails gets no records. Raises
     UsageError if `layer` is the one that training writes.

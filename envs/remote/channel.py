@@ -58,7 +58,8 @@ class Channel:
 
     @classmethod
     async def open(cls, url: str, *, headers: dict[str, str], largest: int, protocols: tuple[str, ...] = ()) -> Channel:
-        """Connect to the server. A retry can help after Unreachable or Full, but not after Refused or SessionLost."""
+        """Connect to the server. After Unreachable or Full, another attempt can succeed. After Refused or SessionLost,
+        it can't."""
         session = aiohttp.ClientSession(trace_configs=[_no_redirects()], trust_env=False)
         try:
             async with asyncio.timeout(_CONNECT):

@@ -96,7 +96,7 @@ class Declared:
     def action(self, kind: str, content: Mapping[str, JsonValue], files: Mapping[str, object] | None = None) -> Action:
         """Return the action in a message. Raises BadAnswer if the kind is not declared or the content is invalid.
 
-        `files` holds the pictures for the content. It is `Item.received`, or RECORDED for a step of a tape.
+        `files` has the pictures in the content, as returned by `Item.received`. For a step of a tape, it is RECORDED.
         """
         return _read(self.actions, "action", kind, content, files)
 

@@ -1,7 +1,7 @@
 """The messages between an environment and its remote clients. Each is one JSON object, whose field `t` names its type.
 
 An answer has the same number as its call. A step is sent as its kind and its pydantic dump. The messages travel over a
-WebSocket (`env_service.py`) or a pipe (`host.py`). As far as they fit, they are also translated to OpenEnv's protocol
+WebSocket (`env_service.py`) or a pipe (`host.py`). Most of them can also be translated to OpenEnv's protocol
 (`openenv_service.py`).
 
 Call     reset | step | finish | restore | close
@@ -238,7 +238,7 @@ class Welcome(Message):
     resumed: bool = False
     name: str
     kinds: dict[str, str]
-    """Like `Declared.digests`."""
+    """The digests of the declared kinds, as in `Declared.digests`."""
     effect: Effect
     message_bytes: int
     """The longest message that the server accepts, in bytes."""

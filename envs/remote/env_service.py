@@ -68,7 +68,7 @@ class ServiceLimits(Value):
     heartbeat_seconds: float = Field(default=20.0, gt=0)
     """Seconds between two pings. A client that doesn't answer a ping is considered gone."""
     retry_after: int = Field(default=1, ge=0)
-    """If all places are taken, seconds after which a client may try again."""
+    """Seconds after which a client may try again if all places are taken."""
     grace_seconds: float = Field(default=5.0, ge=0)
     """Seconds for which running calls may continue when the service ends."""
 
@@ -87,7 +87,7 @@ class Session:
         self.over = False
         """True if the session accepts no more calls, because its environment was closed or hung."""
         self.work: asyncio.Task[Answer] | None = None
-        """The last call."""
+        """The task that carries out the last call."""
         self._host = host
         self._last = 0
         self._digest = b""
@@ -98,8 +98,8 @@ class Session:
         return self.work is not None and not self.work.done()
 
     def abandoned(self, now: float) -> bool:
-        """Return whether a new client may take this session's place. The session must have lost its connection at least
-        RECONNECT_SECONDS ago, or at any time if it has received no call."""
+        """Return whether a new client may take this session's place. This is so if the connection was lost at least
+        RECONNECT_SECONDS ago. If the session has received no call, it is so as soon as the connection is lost."""
         return self.expires is not None and (self._last == 0 or now - self.left_at >= RECONNECT_SECONDS)
 
     async def answer(self, call: Call, text: str) -> Answer:
@@ -216,7 +216,7 @@ class Service(HttpService):
     def _refusal(self) -> web.Response | None:
         """Return the response that refuses a new client, or None if a place is free.
 
-        Before a refusal, the session that was abandoned first is ended, so that its place becomes free for a retry.
+        If no place is free, the session that was abandoned first is ended, so that a retry finds a free place.
         """
         if not self._ending and self.occupied < self.limits.sessions:
             return None

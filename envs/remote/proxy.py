@@ -39,7 +39,7 @@ class Proxy(Environment[Action]):
     """Base class of remote environments. `_exchange` sends a call and returns its answer."""
 
     def __init__(self, declared: Declared, *, location: str = "", call_seconds: float | None = None) -> None:
-        """`location` stands for the environment in error messages. By default it is the environment's name.
+        """`location` is the environment's name in error messages. By default, it is the name of the declaration.
         `call_seconds` is the time limit for a call, or None for no limit."""
         self.environment = declared.name
         """The class name of the remote environment."""

@@ -103,7 +103,7 @@ class Rewards(Generic[SubjectT]):
         return [source.name for source in (*self.sources, *self.relative)]
 
     async def score(self: Rewards[Tape], tape: Tape, *, layer: str | None = None) -> list[Reward]:
-        """Return the reward records for `tape`. With `layer`, they belong to the later scoring of that name.
+        """Return the reward records for `tape`. With `layer`, the records belong to the later scoring of that name.
 
         If a source fails, every record has weight 0, so the tape stays unscored. The failed source's record has the
         value NaN, and its evidence is the cause. Actions that a fork inherits are scored only on the parent tape.
