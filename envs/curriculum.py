@@ -107,8 +107,8 @@ class Curriculum:
     def pool(self, k: int) -> str:
         """Return the name of the pool that task k comes from.
 
-        A separate generator for each k makes the choice independent of earlier draws, so a resumed run needs no saved
-        state.
+        Each k has its own random generator. So the choice doesn't depend on earlier draws, and a resumed run needs no
+        saved state.
         """
         weights = self._weights[bisect_right(self._starts, k) - 1]
         point = random.Random(f"{self.seed}/pool/{k}").random() * sum(weights.values())

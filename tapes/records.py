@@ -295,7 +295,8 @@ class Usage(Value):
 
 
 class Tools(Value):
-    """The tools that a call offers, identified by a hash. Only the first call that offers them holds the schemas."""
+    """The tools that a call offers to the model, identified by a hash. Only the first call that offers these tools has
+    their `schemas`."""
 
     hash: str
     schemas: tuple[dict[str, JsonValue], ...] | None = None
@@ -337,7 +338,7 @@ class Call(Record):
     logprobs: Floats | None = None
     """log softmax(logits / temperature) of each completion id, or NaN if unknown."""
     barred: tuple[int, ...] | None = Field(default=None, exclude_if=_is_none)
-    """The end token ids that `sampling.min_tokens` excluded for the first tokens, or None if unknown."""
+    """Ids of the end tokens that `sampling.min_tokens` excluded at the start of the completion, or None if unknown."""
     text: str | None = None
     tool_calls: tuple[dict[str, JsonValue], ...] | None = None
     """The tool calls that the engine parsed, in the chat format."""

@@ -498,8 +498,8 @@ class Tape(Sequence[Step]):
         return log.file(name)
 
     def at_turn(self, turn: int) -> Tape:
-        """Return the tape as it was after `turn` complete turns, to start a fork from. For `turn` 0, it ends after the
-        first observation. Raises ValueError if `turn` is negative or too large."""
+        """Return the tape as it was after `turn` complete turns. A fork can begin there. For `turn` 0, the tape ends
+        after the first observation. Raises ValueError if `turn` is negative or too large."""
         log = self._visible("at_turn")
         cuts = log.cuts
         if 0 <= turn < len(cuts):

@@ -337,7 +337,7 @@ def _innermost(error: BaseException) -> BaseException:
 
 @contextmanager
 def _sparing() -> Iterator[None]:
-    """Let the SDK log only the first unreadable line. Otherwise it logs a traceback for every unreadable line, and a
+    """Let the SDK log only the first unreadable line. By default, it logs a traceback for every unreadable line, and a
     server may send millions."""
     logger, found = logging.getLogger("mcp.client.stdio"), list[bool]()
 

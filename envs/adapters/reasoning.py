@@ -17,7 +17,8 @@ from ...tapes.records import Task
 from ..taskset import BadTasks, Taskset
 
 BOARDS = ("arc_agi", "rearc")
-"""Datasets whose scorers compare boards as tuples. A task holds a board as lists instead, because it is JSON."""
+"""Datasets whose scorers expect boards as tuples. A task is JSON and holds a board as lists, so `reasoning_scorer`
+converts the lists."""
 Entry = dict[str, Any]
 """An item of reasoning-gym: `question`, `answer`, `metadata`."""
 

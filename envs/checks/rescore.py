@@ -87,7 +87,7 @@ Scores = dict[int | None, Reward]
 def _sides(
     then: dict[str, Scores], computed: dict[str, Scores], failed: dict[str, Reward], rewards: Rewards[Tape]
 ) -> tuple[list[tuple[Scores, Scores]], list[str], list[str]]:
-    """Pair the recorded scores with the computed scores. Recorded failures come first.
+    """Pair the recorded scores with the computed scores. Components with a recorded failure come first.
 
     Return the pairs, the names of components that can't be recomputed, and a note on each other component that is not
     compared.

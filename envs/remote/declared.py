@@ -38,11 +38,13 @@ class Declared:
     """The class of each kind of observation."""
     effect: Effect = "pure"
     varies: Mapping[str, str | None] = field(default_factory=dict)
-    """Like `Environment.varies`."""
+    """The fields to ignore in a re-execution, as in `Environment.varies`."""
     rewards: Any = None
-    """Like `Environment.rewards`, if the class sets it. Rewards read the tape, so they are computed by the client."""
+    """The sources in `Environment.rewards`, if the class sets them. They read the tape, so the client computes their
+    scores."""
     pixels: bool = False
-    """Like `Environment.pixels`. If the declaration was made from an instance, this is the instance's value."""
+    """True if the observations are known to contain pictures (`Environment.pixels`). If the declaration was made from
+    an instance, this is the instance's value."""
 
     @classmethod
     def of(cls, thing: object) -> Declared:
@@ -103,7 +105,7 @@ class Declared:
     def observation(
         self, kind: str, content: Mapping[str, JsonValue], files: Mapping[str, object] | None = None
     ) -> Observation:
-        """Like `action`, for an observation."""
+        """Return the observation in a message, in the same way as `action`."""
         return _read(self.observations, "observation", kind, content, files)
 
     def holds(self, step: Step) -> bool:

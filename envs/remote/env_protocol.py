@@ -131,7 +131,7 @@ class _Begins(Numbered):
 
     task: Task
     files: dict[str, str] = Field(default={}, exclude_if=operator.not_)
-    """Like `Item.files`, for the pictures in the task."""
+    """The PNG of each picture in the task, in base64, by the picture's name."""
 
     @model_validator(mode="before")
     @classmethod

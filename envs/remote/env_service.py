@@ -98,8 +98,8 @@ class Session:
         return self.work is not None and not self.work.done()
 
     def abandoned(self, now: float) -> bool:
-        """Return whether a new client may take this session's place. This is so if the connection was lost at least
-        RECONNECT_SECONDS ago. If the session has received no call, it is so as soon as the connection is lost."""
+        """Return whether a new client may take this session's place. After a lost connection, a session keeps its place
+        for RECONNECT_SECONDS. A session that has received no call then loses its place at once."""
         return self.expires is not None and (self._last == 0 or now - self.left_at >= RECONNECT_SECONDS)
 
     async def answer(self, call: Call, text: str) -> Answer:

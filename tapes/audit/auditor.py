@@ -47,15 +47,15 @@ INHERITED = "(before the fork)"
 
 
 class Ended(Lost, frozen=False):
-    """Episodes that ended the same way, with sums that only an audit needs. `sampled` includes authored completions
-    that have token ids."""
+    """Episodes that ended with the same status and cause, with sums that only an audit needs. In contrast to the books,
+    `sampled` includes authored completions that have token ids."""
 
     unscored: int = 0
     """Number of these episodes that have no reward."""
     seconds: float = 0.0
     """Sum of the seconds in the episodes' `end` records."""
     tokens: dict[str, int] = Field(default={})
-    """Number of episodes in each bucket of completion tokens. The buckets are the same as in `turns`."""
+    """Number of episodes by their number of completion tokens (`0`, `1`, `2-3`, `4-7`, ...)."""
     tapes: tuple[str, ...] = ()
     """Ids of some of these episodes."""
 

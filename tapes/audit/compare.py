@@ -104,8 +104,9 @@ class TaskDiff(Value):
     second: float | None
     attempts: tuple[int, int]
     tapes: tuple[str, str] | None
-    """Two attempts, one from each run. For `won` and `lost`, they are the best attempt of the run with the higher mean
-    and the worst of the other run. Otherwise they are the first pair that differs, or None if all pairs are equal."""
+    """Two attempts to look at, one from each run. For `won`, they are the worst attempt of the first run and the best
+    of the second. For `lost`, they are the best attempt of the first run and the worst of the second. Otherwise, they
+    are the first pair that differs, or None if all pairs are equal."""
     parting: Parting | None
     """The first difference between these two attempts."""
 

@@ -106,9 +106,9 @@ class Verdict(Value):
     digest: str | None = None
     """The tape's digest when it was checked, or None for an open tape."""
     divergence: Divergence | None = None
-    """The place of the divergence, or None for the other outcomes."""
+    """The first difference that was found, or None if the outcome isn't `diverged`."""
     reason: str | None = None
-    """Why the tape can't be verified, or None for the other outcomes."""
+    """Why the tape can't be verified, or None if the outcome isn't `unverifiable`."""
     checked: dict[str, int] = Field(default={})
     """Number of values that were compared and found equal, for each kind of value: calls, steps, observations, rewards
     and tokens."""

@@ -54,7 +54,8 @@ def keep_verdicts(run: Path, verdicts: Verdicts, given: Mapping[str, str]) -> Pa
     """Write the verdicts on closed tapes to a new file, and return its path. The file is then durable. Return None if
     all verdicts are on open tapes.
 
-    `given` holds the parts that the caller named, as in `Check.given`. Raises OSError if the run can't be written to.
+    `given` has the parts of the check that the caller named, such as the model. All other parts came from the run.
+    Raises OSError if the run can't be written to.
     """
     kept = [verdict for verdict in verdicts.verdicts if verdict.digest is not None]
     if not kept:

@@ -79,8 +79,8 @@ def _expected(hint: Any) -> str:
 
 
 def _lacking(value: object, hint: Any) -> str:
-    """Return a list of what `value` lacks for the protocol in `hint`, as the end of an error message. Return an empty
-    string if `hint` has no protocol."""
+    """Return the end of an error message: the methods and attributes that `value` lacks for the protocol in `hint`.
+    Return an empty string if `hint` has no protocol."""
     for kind in (hint, *get_args(hint)):
         if is_protocol(kind):
             return f", and it lacks {', '.join(_missing(value, kind))}"

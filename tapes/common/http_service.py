@@ -1,7 +1,7 @@
 """The base class of all HTTP servers in Tapereel. It runs a server, and checks requests before they reach their routes.
 
 The viewer, the embedded engine's server, the environment service and the gateway are subclasses. They import `web` from
-this module. If aiohttp is missing, the error then names the extra that installs it.
+this module, because the error about a missing aiohttp then names the extra that installs it.
 
 A server always has a token, even on loopback, because every user of a machine can connect to its loopback addresses. A
 request reaches its route only with the right Host, Origin and token (`request_checks.py`). Its body must be within

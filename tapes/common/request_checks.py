@@ -77,8 +77,8 @@ def names_server(header: str, host: str) -> bool:
     """Return whether the `Host` header names a server that listens on this host. The port in the header isn't compared,
     because it may be forwarded.
 
-    This accepts only names that a foreign name server can't resolve to this machine. A loopback server accepts the
-    loopback names. Others accept bare addresses, this machine's names, names without a dot and private domains.
+    Only names that a foreign name server can't resolve to this machine are accepted. A loopback server accepts the
+    loopback names. Other servers accept bare addresses, this machine's names, names without a dot and private domains.
     """
     found = re.fullmatch(r"(\[[0-9a-f:.]+\]|[\w.-]+)(:\d{1,5})?", header.lower())
     name = found[1].strip("[]") if found else ""

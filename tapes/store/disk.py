@@ -144,7 +144,7 @@ _parts = itertools.count()
 _LEAD = re.compile(rb'\{"lead": (\d{1,15})[,}]')
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _locked: set[int] = set()
-"""Locked handles of this process. A forked child closes its copies. Otherwise they would keep the locks after the
+"""Locked handles of this process. A forked child closes its copies of them, because they would keep the locks after the
 parent's death."""
 
 
@@ -254,12 +254,13 @@ def damage(folder: Path, digests: Mapping[Path, str]) -> list[str]:
 def put_file(disk: Disk, path: Path, data: bytes, *, check: Callable[[], object] = lambda: None) -> None:
     """Create or replace a file. After a crash, it holds either all of `data` or its previous content.
 
-    The bytes are synced before the rename. Otherwise, the rename could reach the disk first, and a power cut would
-    leave an empty file with this name. The folder is synced last, so the new name is durable when this returns. A crash
-    before the rename leaves a `.part` file, which recovery removes. If two processes write to one path at once, the
-    file gets the whole content from one of them. `check` is called when the `.part` file is complete, and may raise an
-    error to keep the old file. Even after the check, another process can prevent the rename by removing the `.part`
-    file.
+    The bytes are synced before the rename, because a power cut could otherwise leave an empty file with the new name.
+    The folder is synced last, so the new name is durable when this returns. A crash before the rename leaves a `.part`
+    file, which recovery removes. If two processes write to one path at once, the file gets the whole content from one
+    of them.
+
+    `check` is called when the `.part` file is complete, and may raise an error to keep the old file. Even after the
+    check, another process can prevent the rename by removing the `.part` file.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}-{next(_parts)}.part")
     try:

@@ -121,8 +121,8 @@ class Index:
         self._lock = threading.RLock()
 
     def close(self, *, keep: bool = True) -> None:
-        """Close the index. If `keep` is true and much of it is new, first write it to its file. A failed write raises
-        no error, since the file is only a cache."""
+        """Close the index. If `keep` is true and much of the index is new, it is written to its file first. A failed
+        write raises no error, since the file is only a cache."""
         with self._lock:
             path, self._path = self._path, None
             if keep and path is not None and self._read_lines * 8 > sum(segment.n for segment in self.segments()):
@@ -186,7 +186,7 @@ class Index:
     def _still(self, row: Segment) -> bool:
         """Return whether the last line that was indexed is still at its place in the segment.
 
-        Comparing this one line is enough, because its hash chains all lines before it.
+        Comparing this one line is enough, because its hash depends on all lines before it.
         """
         try:
             with self.disk.open(self.folder / f"{row.name}.jsonl") as file:
@@ -372,8 +372,8 @@ class Index:
 
 
 def _storable(summary: Summary) -> Summary:
-    """Return the summary unchanged. Raises a TypeError that names the first value that SQLite can't hold. It can hold
-    None, text, floats and 64-bit integers."""
+    """Return the summary unchanged. SQLite can hold None, text, floats and 64-bit integers. Raises a TypeError that
+    names the first value of another kind."""
     for name, value in zip(Summary._fields, summary[:BEGUN], strict=False):
         if not (value is None or isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 1 << 63)):
             raise TypeError(f"its {name} is {value!r:.80}")

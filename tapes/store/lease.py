@@ -151,8 +151,8 @@ class Lease:
     """The right to write a run's next records. Use it as a context manager. A separate thread writes signs of life."""
 
     def __init__(self, run: str | Path, *, take_over: bool = False, beat: float = BEAT, disk: Disk = REAL) -> None:
-        """Claim the next epoch of the run. If another lead is alive, this raises UsageError. With `take_over`, it ends
-        the epoch of that lead instead."""
+        """Claim the next epoch of the run. Raises UsageError if another lead is alive. With `take_over`, the epoch of
+        that lead is ended instead."""
         run = Path(run)
         self._folder, self._beat, self._disk = run / FOLDER, beat, disk
         disk.make_folder(self._folder)
@@ -201,7 +201,8 @@ class Lease:
     def check(self) -> None:
         """Raise LeaseLost if a later epoch was claimed or this lease's file is gone. Called before each write.
 
-        Raises StoreFailed if the sign of life can't be written, because others then assume that this lead is dead.
+        Raises StoreFailed if this process can't write its sign of life, because other processes then assume that it is
+        dead.
         """
         if self._failure is not None:
             raise StoreFailed(f"{self._path} can't be written: {self._failure}") from self._failure

@@ -34,7 +34,8 @@ Range = tuple[str, str, int, int]
 
 
 def ranges(use: Use, fate: Fate) -> Iterator[Range]:
-    """Yield the tokens that had this fate in an update. `use.items` has trained tokens, `use.info` the others."""
+    """Yield the ranges of tokens that had this fate in an update. The trained tokens are in `use.items`, and the tokens
+    with another fate are in `use.info`."""
     if fate == "trained":
         for tape, call, start, end, _ in use.items:
             yield tape, call, start, end

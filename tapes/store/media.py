@@ -51,7 +51,8 @@ class Media:
             return False
 
     def get(self, reference: str) -> bytes:
-        """Return the bytes for a reference. Raises Corrupt if the file was changed, and NotATape if it is missing."""
+        """Return the bytes for a reference. Raises Corrupt if the file was changed, and NotATape if the file is
+        missing."""
         kind, _, name = reference.partition(":")
         if kind != "media" or not _NAME.fullmatch(name):
             raise ValueError(f"{reference[:90]!r} is not a media reference (media:<64 hex digits><.suffix>)")

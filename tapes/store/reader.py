@@ -181,7 +181,7 @@ def _evidence(file: BinaryIO, chain: Chain, offset: int) -> str | None:
     * is chained by hash to the intact part, to another line that counts, or to the line at the break after one flipped
       bit in that line is corrected.
 
-    Without this requirement, old blocks after a crash would be reported as corruption, and recovery would refuse the
+    If untied lines counted, old blocks after a crash would be reported as corruption, and recovery would refuse the
     run.
     """
     # This cheap test comes first, because mending tries each bit of a line. Most torn tails have no whole line after

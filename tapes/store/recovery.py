@@ -233,8 +233,9 @@ def unmet_pins(segments: list[Segment], index: Index, kept: dict[str, str]) -> l
 def owner(segments: list[Segment], tape: Summary, index: Index) -> str:
     """Return the newest segment of the writer that writes this open tape.
 
-    The search begins at the segment with the tape's last record and follows the `next` names in full segments.
-    Otherwise, an episode that wrote nothing since its live writer began a new segment would be ended as crashed.
+    The search begins at the segment with the tape's last record and follows the `next` names in full segments. It must
+    not stop at the first segment: its writer may be alive and may have begun a new segment before the episode wrote
+    again.
     """
     by_name = {segment.name: segment for segment in segments}
     name = index.places(tape.id)[-1].segment

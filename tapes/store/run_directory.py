@@ -1,8 +1,8 @@
 """A run directory has the run's configuration, its results so far, its metrics and its store.
 
-The configuration is written when the run begins. When the run is resumed, only a few settings may differ. If a change
-is recorded, the file gets the new value, and a comment at the top of the file gives the old value. `results.json` is
-replaced as a whole at each result that a resumed process must not compute again.
+The configuration is written when the run begins. When the run is resumed, only a few settings may differ. If a new
+value is recorded, it replaces the old value in the file, and a comment at the top of the file gives the old value.
+`results.json` is written again after each result that a resumed process must not compute again.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ class Results(BaseModel):
             raise NotATape(f"{Path(path) / RESULTS} holds no results: {str(error).splitlines()[0]}") from error
 
     def write(self, path: Path, check: Check = lambda: None) -> None:
-        """Write the results of the run at `path`. They are durable when this returns. `check` is as in `put_file`."""
+        """Write the results of the run at `path`. They are durable when this returns. `check` is called before the old
+        file is replaced, and may raise an error to keep the old file."""
         text = json.dumps(self.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n"
         put_file(REAL, path / RESULTS, text.encode(), check=check)
 
@@ -149,8 +150,8 @@ class RunDir:
 
     @property
     def fruitless(self) -> bool:
-        """Whether every episode so far was ended by a fault in the environment, model or Tapereel, so that none has a
-        result."""
+        """Whether the run has no usable result yet, because every episode so far was ended by a fault in the
+        environment, the model or Tapereel."""
         return not any(summary.trainable for summary in self.store.summaries(closed=True))
 
     def save(self) -> None:

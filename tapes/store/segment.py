@@ -2,10 +2,12 @@
 
     {"n":0,"c":0,"p":"<64 hex>","b":{...},"h":"<64 hex>"}\n
 
-`n` is the line's ordinal. `c` is the number of lines in the segment that were durable when this one was written. `p` is
-the hash of the previous line. For the first line, it is a head that its `open` pins, or 64 zeros. `b` is the record's
-body. `h` is the SHA-256 of the line's bytes before its last `,"h":`. The first body is an `open` that names the
-segment. `commit` and `seal` state the hash of that first line. A `seal` is the last line.
+`n` is the number of the line in the segment, from 0. `c` is the number of lines in the segment that were durable when
+this line was written. `p` is the hash of the previous line. In the first line, `p` is a head that the line's record
+pins, or 64 zeros. `b` is the record's body. `h` is the SHA-256 of the line's bytes before its last `,"h":`.
+
+The first record of a segment is an `open`, which names the segment. A `commit` or `seal` states the hash of the
+segment's first line. A `seal` is always the last line.
 
 This module opens no file and takes no lock. To read a record, it needs only `t` and `tape` from its body.
 """
@@ -54,7 +56,7 @@ class BadLine(NotATape):
 
 
 class Line(NamedTuple):
-    """One line of a segment whose own hash `h` was checked."""
+    """One line of a segment. Its hash `h` was compared with its bytes."""
 
     n: int
     c: int

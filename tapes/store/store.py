@@ -313,8 +313,8 @@ class Store:
         return Index(self.folder, disk=self.disk, path=self._index_path)
 
     def refresh(self) -> dict[str, Break]:
-        """Read the lines that were written since the last refresh. Return the breaks of torn segments, by segment name.
-        Raises Corrupt if durable bytes changed."""
+        """Read the lines that were written since the last refresh. Return a `Break` for each segment with a torn tail,
+        by segment name. Raises Corrupt if durable bytes changed."""
         breaks = self.index.refresh()
         for broken in breaks.values():
             if broken.verdict == "corrupt":
@@ -390,7 +390,7 @@ class Store:
         return list(self.bodies(inside[:records])), [parse_record(body) for body in self.bodies(layers)]
 
     def bodies(self, places: Sequence[Place]) -> Iterator[bytes]:
-        """Yield the bodies of the records at these places, like `Index.bodies`."""
+        """Yield the bodies of the records at these places of the index, in that order."""
         return self.index.bodies(places)
 
     def records(self) -> Iterator[Stored]:

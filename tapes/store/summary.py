@@ -1,8 +1,8 @@
 """Summaries of tapes. The index, the books, the audit and the viewer read records through this module.
 
-`read_facts` reads only those fields of a record that a fold needs, and gives them types. It doesn't validate the whole
-record, because that would be too slow for an index of a million records. `TapeFold` sums up the facts about one tape.
-So all readers agree on which rewards failed and which tokens were sampled.
+`read_facts` reads only the fields of a record that its readers need, and gives them types. It doesn't validate the
+whole record, because that would be too slow for an index of a million records. `TapeFold` sums up the facts about one
+tape. All readers use both, so they agree on which rewards failed and which tokens were sampled.
 """
 
 from __future__ import annotations

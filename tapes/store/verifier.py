@@ -55,7 +55,8 @@ class SegmentReport(Value):
     reason: str | None
     """The reason in the segment's seal (`closed`, `full` or `exit`), or None if the segment has no seal."""
     next: str | None
-    """Name of the segment that continues this one, as stated in the seal of a full segment. Otherwise None."""
+    """Name of the segment that continues this one. Only the seal of a full segment states it. None for all other
+    segments."""
     live: bool | None
     """Whether a writer holds the segment's lock, or None if the lock can't be tested."""
     problem: str | None = None
@@ -190,7 +191,8 @@ class _Pictures:
         are all equal, whether the first and last id are plausible)."""
         self._processors: dict[str, str] = {}
         self._calls: dict[str, tuple[list[tuple[int, Message]], list[Place]]] = {}
-        """For each call with pictures: (message index, part) of each picture or video, and the prompt's places."""
+        """For each call with pictures: its pictures and videos, each as (message index, content part), and the places
+        in its prompt."""
 
     def add(self, record: Begin | StepRecord | Call) -> list[str]:
         """Add a record, and return a sentence for each disagreement."""

@@ -6,9 +6,9 @@
 * When it becomes idle, it writes a `commit` line that states the frontier, which is the number of durable lines.
 * When a segment is full, it seals the segment and continues in a new one.
 
-A line is acknowledged only after the sync that covers it. The frontier that a line states (`c`) counts only lines that
-were synced before that line was built, so a reader can rely on it. If bytes below the frontier changed, the segment is
-corrupt. Torn bytes above the frontier come from an ordinary crash.
+A line is acknowledged only after the sync that covers it. Each line states a frontier (`c`). The frontier counts only
+lines that were synced before this line was built, so a reader can rely on it. If bytes below the frontier changed, the
+segment is corrupt. Torn bytes above the frontier come from an ordinary crash.
 
 The first write or sync that fails poisons the writer. Acknowledged lines are safe, nothing is retried, and every later
 call raises StoreFailed. A successful retry of a sync proves nothing (see `disk`): Linux marks the failed pages clean,
@@ -78,8 +78,8 @@ class FolderLock:
 def is_live(folder: Path, name: str, disk: Disk) -> bool | None:
     """Return whether a writer holds the segment's lock, or None if the lock can't be tested.
 
-    The test takes the segment's lock for a moment, and holds the folder's lock meanwhile. Otherwise, a process that
-    starts a writer at that moment could mistake the test for a live writer.
+    The test takes the segment's lock for a moment. It also holds the folder's lock, because a process that starts a
+    writer at that moment could otherwise mistake the test for a live writer.
     """
     try:
         with FolderLock(disk, folder):
@@ -278,7 +278,8 @@ class SegmentWriter:
         """Commit while there is work, state the frontier when idle, then sleep until `append` wakes this thread.
 
         `append` notifies this thread only if `_sleeping` is true, which saves most notifications. `_sleeping` is set
-        and read under the lock. Otherwise, an append between the thread's check and its wait would not wake the thread.
+        and read under the lock. Without the lock, an append between the thread's check and its wait would not wake the
+        thread.
         """
         unsynced_since: float | None = None
         while True:
@@ -309,8 +310,9 @@ class SegmentWriter:
         """Write the queued lines, sync them if `sync` is true, then acknowledge them. If there is a writer thread, only
         that thread calls this.
 
-        The store guarantees the order write, sync, acknowledge. `upto` is read together with the batch, because the
-        sync doesn't cover lines that are appended while it runs. These lines must not count as durable.
+        The store guarantees the order write, sync, acknowledge. The number of lines to acknowledge (`upto`) is read
+        together with the batch. The sync doesn't cover lines that are appended while it runs, so these must not count
+        as durable.
         """
         try:
             if self._size >= self._rotate_bytes:
