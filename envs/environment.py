@@ -27,9 +27,9 @@ ActionT = TypeVar("ActionT", bound=Action, contravariant=True, default=Answer)
 TaskT = TypeVar("TaskT", contravariant=True, default=Any)
 Effect = Literal["pure", "idempotent", "irreversible"]
 Normalisers = Mapping[str, str | None]
-"""The parts of observations and rewards that vary between executions. It maps the name of a field to a regular
-expression for the varying part, or to None if the whole field varies. The name of a field has the form `kind.field`,
-with `[]` for list items, or `reward.name`. An example is `{"reading.text": "[0-9]+ ms"}`."""
+"""Maps the name of each field that varies between executions to a regular expression for the varying part, or to None
+if the whole field varies. The name of a field has the form `kind.field`, with `[]` for list items, or `reward.name`. An
+example is `{"reading.text": "[0-9]+ ms"}`."""
 
 _FACTORY = "pass an Environment class, or a function without arguments that makes an instance"
 
@@ -242,8 +242,8 @@ class Environment(Generic[ActionT, TaskT]):
         """Bring a fresh instance to the state after the last step of `tape`.
 
         The default implementation resets, applies the recorded actions again and compares each observation with the
-        recorded one. If this is slow, override it to load a snapshot. Raises `RestoreMismatch` if an observation
-        differs in a part that `varies` doesn't list. The state is then not the one on the tape.
+        recorded one. If applying the actions is slow, override the method to load a snapshot. Raises `RestoreMismatch`
+        if an observation differs in a part that `varies` doesn't list. The state is then not the one on the tape.
         """
         seen = [as_observation(await self.reset(task))]
         for action in tape.actions:

@@ -158,7 +158,7 @@ class Supervised:
             try:
                 await self._wake
             except asyncio.CancelledError:
-                if task.cancelling():  # else it is a late effect: code in the previous call cancelled its own task
+                if task.cancelling():  # otherwise, code in the previous call cancelled its own task
                     if self._task is task:  # not cancelled by `close`, but by other code, perhaps as a call begins
                         self._task = loop.create_task(self._serve()) if self._work is not None else None
                     raise

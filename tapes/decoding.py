@@ -51,7 +51,7 @@ def as_png(source: object) -> tuple[bytes, int, int]:
         else:
             image = _image_of(source)
             rgb = _rgb(image, image.getexif().get(0x0112, 1))
-        if rgb.width * rgb.height * 3 > 1.5 * MAX_BYTES:  # every eighth row is enough to tell noise from a photo
+        if rgb.width * rgb.height * 3 > 1.5 * MAX_BYTES:  # estimate the PNG's size from every eighth row
             rgb.resize((rgb.width, rgb.height // 8), 0).save(rows := io.BytesIO(), "PNG", compress_level=4)
             _check_bytes(8 * rows.tell(), 1.5)
         # At the default level 6, compressing a photo of 12 megapixels takes up to 5.4 s of CPU time. Level 4 takes 1.7
@@ -82,7 +82,8 @@ class _Timed(io.BytesIO):
 
 @contextmanager
 def decoding(what: str) -> Iterator[None]:
-    """Convert every exception from Pillow to a BadPicture, because Pillow raises many types."""
+    """Convert every exception from Pillow inside the context to a BadPicture, because Pillow raises many types. `what`
+    names the picture in the message."""
     try:
         yield
     except BadPicture as error:

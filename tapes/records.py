@@ -539,8 +539,8 @@ class Open(Record):
     pid: int
     at: float
     pins: dict[str, str] = {}
-    """The pins of this segment: one line of each earlier segment that no other segment pins yet, as (segment, hash). It
-    is the last line that is known to be durable. If a pinned line is later missing, the earlier segment was changed."""
+    """Pins on earlier segments, by segment name. A pin is the hash of the segment's last line that was known to be
+    durable. If a pinned line is missing later, the earlier segment was changed."""
     versions: dict[str, str] = {}
 
 

@@ -49,8 +49,8 @@ class Step(BaseModel):
     """One item of a tape. Subclass `Observation`, `Thought` or `Action`, never this class.
 
     `class Guess(Action): number: int` has the kind `guess`, and `class Guess(Action, kind="g")` has the kind `g`. Each
-    kind belongs to one class. A class with the same module and qualified name replaces it, as when a notebook cell runs
-    again.
+    kind belongs to one class. If a class with the same module and qualified name is defined again, as when a notebook
+    cell runs again, the new class replaces the old one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", ser_json_bytes="base64")
@@ -318,8 +318,8 @@ def read_step(role: Role, kind: str, content: JsonValue) -> Step:
     """Return the step that was written as `content`.
 
     If no class of this kind is imported, the result is an UnknownObservation, UnknownThought or UnknownAction, which
-    keeps the content. Raises ValueError if the class of this kind has another role or rejects the content. The error is
-    then pydantic's ValidationError, which is a ValueError.
+    keeps the content. Raises ValueError if the class of this kind has another role, and pydantic's ValidationError,
+    which is a ValueError, if it rejects the content.
     """
     cls = _registry.get(kind)
     if cls is None:

@@ -1,8 +1,9 @@
 """Re-execution: applies the recorded actions again in a fresh environment, with the recorded seed.
 
 Observations, rewards and the end of the episode are compared with the recorded ones, except for the fields that the
-environment declares as varying (`Environment.varies`). If a tape is executed several times, the fields that differ
-between executions must be declared. No agent runs and no model is called. Irreversible environments are refused.
+environment declares as varying (`Environment.varies`). If a tape is executed several times, the verdict also names the
+fields that differ between the executions, with a proposal for `varies`. No agent runs and no model is called.
+Irreversible environments are refused.
 """
 
 from __future__ import annotations

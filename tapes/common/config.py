@@ -1,9 +1,10 @@
 """Loads settings into pydantic models from Python, a YAML, TOML or JSON file, and `key.sub=value` strings.
 
-Each of these sources overrides the ones before it. `load_config` returns a validated model, or raises a `ConfigError`
-that names each invalid key, its origin and the nearest existing keys. An unknown key is always an error, so a model
-that would ignore unknown keys is rejected. `dump_config` writes every setting, and `load_config` reads the result back
-as an equal model. If this version can't read a run's `config.yaml`, the error names a version that can read it.
+Strings override the file, and the file overrides Python. `load_config` returns a validated model, or raises a
+`ConfigError` that names each invalid key, its origin and the nearest existing keys. An unknown key is always an error,
+so a model that would ignore unknown keys is rejected. `dump_config` writes every setting, and `load_config` reads the
+result back as an equal model. If this version can't read a run's `config.yaml`, the error names a version that can read
+it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The index has the place of every record and a summary of each tape. It is an SQLite database in memory.
 
-Everything in it comes from the segments. A refresh reads only the lines that were added, and checks their hashes. A
-record that can't be read is listed in `unread`, and the other records of its tape are still indexed.
+All content of the index comes from the segments. A refresh reads only the lines that were added, and checks their
+hashes. A record that can't be read is listed in `unread`, and the other records of its tape are still indexed.
 
 Between processes, the index is kept in a file that may be deleted at any time. The file has the database, followed by a
 code (HMAC-SHA256) that only this user can compute. A file without the right code is ignored, so that other people can't

@@ -1,6 +1,6 @@
-"""Leases ensure that only one process at a time leads a run. The lead alone writes updates, weights and results. A
-process takes a lease before it reads any records. The leases of a run are numbered, and this number is called the
-epoch.
+"""Leases ensure that a run has only one lead at a time. The lead is the process that writes updates, weights and
+results. A process takes a lease before it reads any records. The leases of a run are numbered, and this number is
+called the epoch.
 
 The invariant is: **a lead's write counts only if no process held a higher epoch when the write was made.**
 
@@ -12,8 +12,8 @@ The invariant is: **a lead's write counts only if no process held a higher epoch
 * *Check.* Before a batch of lines is written, a listing of `leads/` must show this lease's file and no higher epoch.
   Before an update, weights, metrics, results or digests are written, there must also be no other `lead` record with
   this epoch or a higher one.
-* *Fence.* A lead may be paused between its check and its write while a successor takes over. Readers leave out the
-  records that it then writes, because these carry its epoch. The files that it then writes don't take effect either. A
+* *Fence.* A lead may be paused between its check and its write while a successor takes over. The records
+  that the old lead then writes carry its epoch, so readers leave them out. The files that it writes have no effect. A
   lead creates a `.part` file, or opens a file for appending, before its check. After the claim, the successor removes
   all `.part` files and replaces the files that are appended to (`open_run`).
 

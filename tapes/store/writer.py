@@ -39,8 +39,9 @@ Done = Callable[[StoreFailed | None], None]
 CLOSED = "closed"
 """The `reason` in the seal that a store writes when it is closed. The hash of this seal is in `pins.json`."""
 NAMED_EVERY = 256
-"""A writer that is never idle writes a `commit` line after this number of lines. The line also identifies its segment.
-If other lines are damaged, `reader` can tell from it that the lines around it belong to this file."""
+"""A writer that is never idle writes a `commit` line after this number of lines. The line states the hash of the
+segment's first line. If other lines are damaged, this hash shows `reader` that the lines around the `commit` belong to
+this file."""
 
 
 def new_segment(disk: Disk, folder: Path) -> tuple[str, int]:
