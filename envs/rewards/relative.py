@@ -36,7 +36,7 @@ def training_reward(tape: Tape) -> float | None:
 
 def comparable(tape: Tape) -> bool:
     """Return whether the tape can be trained on and no reward on it exceeds REWARD_LIMIT. Earlier versions could record
-    larger rewards. With such a reward, no attempt in the group has a finite advantage."""
+    larger rewards. If a reward is larger, no attempt in the group has a finite advantage."""
     return tape.trains and not any(abs(r.weight * r.value) > REWARD_LIMIT for r in counted(tape))
 
 
