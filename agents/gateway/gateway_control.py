@@ -125,11 +125,12 @@ class _Open:
 class Client(Agent):
     """The agent for an external program. A single `act` covers all of the program's requests to the model."""
 
-    def __init__(self, name: str, open_: _Open, gateway: Gateway, idle: float) -> None:
-        self.name, self._open, self._gateway, self._idle = name, open_, gateway, idle
+    def __init__(self, name: str, open_: _Open, gateway: Gateway, *, idle: float, follow: bool) -> None:
+        self.name, self._open, self._gateway = name, open_, gateway
+        self._idle, self._follow = idle, follow
 
     async def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
-        session, end = Session(tape, llm), self._open.end
+        session, end = Session(tape, llm, follow=self._follow), self._open.end
         key = self._gateway.open(session)
         self._open.llm = llm
         self._open.ready.set_result(key)
@@ -206,18 +207,20 @@ class Control(Gateway):
         sampling: Sampling | None = None,
         idle: float = 300.0,
         split: str = "train",
+        follow: bool = True,
         most: int = 4096,
         host: str = "127.0.0.1",
         bounds: Bounds | None = None,
     ) -> None:
         """`token` is the admin token. Raises UsageError if it has under 16 characters. If it is None, one is generated.
 
-        A tape ends after `idle` seconds without a request. At most `most` tapes may be open.
+        A tape ends after `idle` seconds without a request. At most `most` tapes may be open. `follow` is described at
+        `GatewayConfig`.
         """
         super().__init__(host, token=token, bounds=bounds or Bounds())
         self._engine, self._journal = engine, journal
         self._limits, self._sampling = limits or Limits(), sampling or Sampling()
-        self._idle, self._split, self._most = idle, split, most
+        self._idle, self._split, self._follow, self._most = idle, split, follow, most
         self._open: dict[str, _Open] = {}
         self._done: OrderedDict[str, dict[str, JsonValue]] = OrderedDict()
         self._closed = False
@@ -276,7 +279,7 @@ class Control(Gateway):
         budget = asked.budget.model_dump(exclude_none=True, exclude={"idle"})
         new.task = loop.create_task(
             rollout(
-                Client(asked.agent, new, self, asked.budget.idle or self._idle),
+                Client(asked.agent, new, self, idle=asked.budget.idle or self._idle, follow=self._follow),
                 Elsewhere(new),
                 _task(asked.task),
                 engine=self._engine,
@@ -400,6 +403,9 @@ class GatewayConfig(EpisodesConfig):
     """Split of a tape if its client doesn't set one."""
     limits: Limits = Limits(agent_seconds=3600.0, system_seconds=3600.0)
     """Limits of a tape if its client doesn't set any."""
+    follow: bool = True
+    """Whether the temperature and `top_p` of a request are followed. If False, `sampling` sets them, so that a client
+    that asks for temperature 0 still gives data for RL."""
     idle_seconds: float = Field(default=300.0, gt=0)
     """A tape is ended after this many seconds without a request."""
     hold_seconds: float = Field(default=60.0, ge=0)
@@ -438,6 +444,7 @@ async def serve_gateway(
                 sampling=config.sampling,
                 idle=config.idle_seconds,
                 split=config.split,
+                follow=config.follow,
                 host=host,
                 bounds=Bounds(body=config.max_body, hold_seconds=config.hold_seconds),
             )

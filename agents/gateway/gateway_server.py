@@ -103,7 +103,7 @@ class Gateway(HttpService):
 
     def has_token(self, request: web.Request) -> bool:
         """Return whether the request carries the admin token or a tape's key. Each route requires one of the two."""
-        digest = _digest(bearer(request.headers.get("Authorization")))
+        digest = _digest(_key_of(request))
         return digest in self._sessions or digest in self._ended or self.has_admin_token(request)
 
     def has_admin_token(self, request: web.Request) -> bool:
@@ -140,7 +140,7 @@ class Gateway(HttpService):
             raise Refused(400, "the body holds an API key of a tape, which would be recorded; leave it out")
 
     def _session(self, request: web.Request) -> Session:
-        key = bearer(request.headers.get("Authorization"))
+        key = _key_of(request)
         # Sessions are found by digest, so that the time of the look-up reveals nothing about existing keys.
         session = self._sessions.get(_digest(key))
         if session is not None:
@@ -291,6 +291,11 @@ class Gateway(HttpService):
 
 def _about(model: str) -> dict[str, JsonValue]:
     return {"id": model, "object": "model", "created": 0, "owned_by": "tapereel"}
+
+
+def _key_of(request: web.Request) -> str:
+    """Return the API key, which OpenAI's clients send as a bearer token and Anthropic's in the header `x-api-key`."""
+    return bearer(request.headers.get("Authorization")) or request.headers.get("x-api-key", "")
 
 
 def _digest(key: str) -> bytes:

@@ -19,7 +19,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ...tapes import BadPicture, Picture, Sampling, StoreFailed, Tape
 from ...tapes.messages import image_of, text_of
@@ -38,6 +38,16 @@ if TYPE_CHECKING:
 
 SHOWN = 2000
 """Maximum characters of each text in an exchange's step. The call's record has the whole text."""
+
+
+class _Sent(NamedTuple):
+    """An answer that was sent to the program."""
+
+    conversation: str
+    calls: tuple[Message, ...]
+    """The tool calls in the answer, with the ids that were sent."""
+    recorded: Message
+    """The answer's message as the call records it."""
 
 
 class Pieces:
@@ -158,8 +168,8 @@ class Session:
         self._renderer = llm.engine.renderer if llm.engine is not None else None
         self._asking: set[asyncio.Task[ChatAnswer]] = set()
         self._numbers: Counter[str] = Counter()
-        self._sent: dict[str, tuple[Message, Message]] = {}
-        """For the id of each tool call in a sent answer: (the answer's message as sent, the message as recorded)."""
+        self._sent: dict[str, list[_Sent]] = {}
+        """The answers sent so far, by `_echo_key`."""
         self._pictures: dict[bytes, Picture] = {}
         """The picture of each data URL, by the URL's digest."""
         self._exchanges: asyncio.Queue[Exchange | None] = asyncio.Queue()
@@ -235,8 +245,10 @@ class Session:
             # Use the recorded messages, not the ones that the client sent back. The renderer then keeps the sampled ids
             # as the prefix of this prompt. A tool call that the client serialised again could encode to other tokens
             # and start a new row.
-            messages = [self._recorded(message) for message in await self._with_pictures(request.messages)]
-            conversation = _conversation(messages)
+            asked = await self._with_pictures(request.messages)
+            asked = [{**one, "role": "system"} if one["role"] == "developer" else one for one in asked]
+            conversation = _conversation(asked)
+            messages = self._recorded(asked, conversation)
             # Ids come from the conversation and a count, not from a clock or a random source. So a replay makes the
             # same ids, and the program's next prompts contain the same tool call ids.
             self._numbers[conversation] += 1
@@ -270,7 +282,7 @@ class Session:
         self.failed = None
         if use is not None:
             self._declared[reply.call] = use
-        answer = self._answer(request, reply, name, live)
+        answer = self._answer(request, reply, name, conversation, live)
         # If the texts differ, the engine failed after a part was streamed, and the retry sampled another text. The
         # client can't take the sent text back, so the call is labelled as discarded and the client gets an error.
         if live is not None and not live.end(answer.text):
@@ -283,10 +295,12 @@ class Session:
             )
         return answer
 
-    def _answer(self, request: ChatRequest, reply: Reply, name: str, live: Live | None) -> ChatAnswer:
+    def _answer(
+        self, request: ChatRequest, reply: Reply, name: str, conversation: str, live: Live | None
+    ) -> ChatAnswer:
         call = self._llm.recorder.log.call(reply.call)
         text = reply.content if request.tools else reply.text
-        called = enumerate(reply.chat_calls if request.tools else ())
+        called = enumerate(reply.chat_calls[: None if request.parallel_tool_calls else 1] if request.tools else ())
         tools = tuple({**call, "id": call["id"] or f"call_{name}{k}"} for k, call in called)
         answer = ChatAnswer(
             id=f"chatcmpl-{name}",
@@ -301,9 +315,7 @@ class Session:
             ids=list(call.completion) if request.token_ids and call.completion is not None else None,
             created=live.created if live is not None else int(time.time()),
         )
-        for tool in tools:
-            # Store the message as a client sends it back, with "" and not None as empty content.
-            self._sent[tool["id"]] = ({**answer.message, "content": answer.message["content"] or ""}, call.reply)
+        self._sent.setdefault(_echo_key(answer.message), []).append(_Sent(conversation, tools, call.reply))
         # The exchange is recorded even if the answer is refused below, because its tokens were sampled.
         asked = "\n".join(f"{message['role']}: {_short(text_of(message))}" for message in call.messages)
         answered = call.text or json.dumps(call.tool_calls or "")
@@ -341,17 +353,33 @@ class Session:
     def _record(self) -> Tape:
         return Tape(self._llm.recorder.log)
 
-    def _recorded(self, message: Message) -> Message:
-        """Return the recorded message if `message` repeats a sent answer with tool calls. Return any other message
-        unchanged.
+    def _recorded(self, messages: Sequence[Message], conversation: str) -> list[Message]:
+        """Replace each message that repeats a sent answer by the recorded message. Others stay unchanged.
 
-        The role `developer` becomes `system`, which chat templates know.
+        Clients write an answer back in their own way: with arguments as compact JSON, without white space around the
+        text, or with other ids for the tool calls. Tool results then get the ids that were sent. If the same answer was
+        sent several times in this conversation, its echoes are matched in order, unless the ids of their calls tell
+        which is which.
         """
-        calls = message.get("tool_calls") or ()
-        sent = self._sent.get(calls[0]["id"]) if calls else None
-        if sent is not None and sent[0] == message:
-            return sent[1]
-        return {**message, "role": "system"} if message["role"] == "developer" else message
+        found = list[Message]()
+        seen = Counter[str]()
+        ids: dict[str, str] = {}
+        for message in messages:
+            key = _echo_key(message) if message["role"] == "assistant" else ""
+            own = [call["id"] for call in message.get("tool_calls") or ()]
+            answers = self._sent.get(key, ())
+            by_id = [one for one in answers if own and own[0] == one.calls[0]["id"]]
+            answers = by_id or [one for one in answers if one.conversation == conversation]
+            if answers:
+                sent = answers[min(seen[key], len(answers) - 1)]
+                seen[key] += 1
+                ids |= zip(own, (call["id"] for call in sent.calls), strict=True)
+                found.append(sent.recorded)
+            elif message.get("tool_call_id") in ids:
+                found.append({**message, "tool_call_id": ids[message["tool_call_id"]]})
+            else:
+                found.append(message)
+        return found
 
     async def _with_pictures(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with stored pictures in place of data URLs.
@@ -418,6 +446,21 @@ def _conversation(messages: list[Message]) -> str:
     """
     n = next((k for k, message in enumerate(messages) if message["role"] != "system"), len(messages) - 1)
     return hashlib.sha256(json.dumps(messages[: n + 1], sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _echo_key(message: Message) -> str:
+    """Return a string that is equal for an answer and for its echo by a client. It leaves out white space around the
+    text, the ids of calls, and how the arguments are written as JSON."""
+    calls = [one["function"] for one in message.get("tool_calls") or ()]
+    called = [(one["name"], _parsed(one["arguments"])) for one in calls]
+    return json.dumps([message.get("name"), text_of(message).strip(), called], sort_keys=True)
+
+
+def _parsed(arguments: str) -> object:
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
 
 
 def _short(text: str) -> str:

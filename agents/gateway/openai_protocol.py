@@ -26,9 +26,7 @@ from ...tapes.decoding import DATA_URL, MAX_PIXELS
 from ...tapes.errors import TapereelError
 from ...tapes.records import Message
 
-_CHANGE_NOTHING = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
-)
+_CHANGE_NOTHING = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 """Fields for a hosted service that don't affect sampling. They are ignored."""
 _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "n": (1,),
@@ -171,6 +169,8 @@ class ChatRequest(BaseModel):
     messages: list[Message]
     """A message's content is plain text, or parts with data URLs that aren't decoded yet. Empty fields are left out."""
     tools: list[Annotated[dict[str, JsonValue], AfterValidator(_tool)]] = []
+    parallel_tool_calls: bool = Field(default=True, strict=True)
+    """If false, the answer contains only the first of several tool calls. The tape has all of them."""
     temperature: float | None = Field(default=None, strict=True, ge=0)
     """None if the client doesn't set it. The same holds for `top_p`, `max_tokens` and `seed`."""
     top_p: float | None = Field(default=None, strict=True, gt=0, le=1)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import JsonValue
 
 from ...tapes.arrays import ints
+from ...tapes.common.plain_json import read_plain
 from ...tapes.messages import frames_of, video_in
 from ...tapes.places import Place, keys, shared_length
 from ...tapes.records import Message
@@ -352,6 +353,8 @@ class Renderer:
                         f"message {index} ({role}) has a part of type {part.get('type')!r} ({part!r:.200}); this "
                         f"renderer takes {known}"
                     )
+        if message.get("tool_calls") and self._template.takes_objects:
+            message = {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
         if len(message) == 2 and isinstance(content, str):
             text = self._codec.mark(content, f"message {index} ({role})", only)
             return message if text is content else {"role": role, "content": text}
@@ -524,6 +527,18 @@ def _longest(
         if rank[1] and (best is None or rank > best):
             best = rank
     return (tracks[best[3]], best[1]) if best is not None else (None, 0)
+
+
+def _with_object(call: Message) -> Message:
+    """Return the tool call with its arguments as an object, if they are the JSON text of one."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = read_plain(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _unshared(messages: tuple[Message, ...], tracks: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 from pydantic import JsonValue
@@ -119,6 +120,15 @@ class Template:
                 "Renderer.probe() lists what this template can't take"
             ) from error
 
+    @cached_property
+    def takes_objects(self) -> bool:
+        """Whether the template writes the arguments of a tool call correctly if they are a JSON object. Most templates
+        do, and some refuse JSON text or encode it twice. A few, such as DeepSeek's, take only JSON text."""
+        calling = {**_say("assistant", ""), "tool_calls": [_CALL]}
+        result = {"role": "tool", "name": "lookup", "tool_call_id": _CALL["id"], "content": "Tx"}
+        text = self._try([_say("user", "Qx"), calling, result], [_TOOL]) or ""
+        return "pear" in text and "'key'" not in text  # quotes of this kind are Python's, and not JSON's
+
     def findings(self) -> list[str]:
         """Return sentences that say how this template rewrites history and which messages it can't render."""
         found = [*self._answer_findings(), *self._role_findings(), *self._tool_findings()]
@@ -177,11 +187,18 @@ class Template:
         return ids
 
     def _end_of_call(self) -> str:
-        """Return the control token that ends an answer with a tool call, or "" if the template writes none."""
-        calling = {**_say("assistant", ""), "tool_calls": [_CALL]}
-        behind = (self._try([_say("user", "Qx"), calling], [_TOOL], prompt=False) or "").rpartition("pear")
+        """Return the control token that ends an answer with a tool call, or "" if the template writes none. A token
+        that also comes between two calls, such as GLM's `</tool_call>`, ends only the call."""
+        called = [
+            self._try([_say("user", "Qx"), {**_say("assistant", ""), "tool_calls": [_CALL] * n}], [_TOOL], prompt=False)
+            for n in (1, 2)
+        ]
+        behind = (called[0] or "").rpartition("pear")
         found = self._codec.controls(behind[2]) if behind[0] else []
-        return found[-1] if found and behind[2].rstrip().endswith(found[-1]) else ""
+        if not found or not behind[2].rstrip().endswith(found[-1]):
+            return ""
+        between = (called[1] or "").partition("pear")[2].rpartition("pear")[0]
+        return "" if found[-1] in self._codec.controls(between) else found[-1]
 
     def _find_framing(self) -> frozenset[str]:
         """Return the tokens that frame turns. They appear in test conversations around plain text, or end answers.

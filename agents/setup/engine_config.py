@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self, cast
@@ -46,13 +46,16 @@ class RendererConfig(Config):
     template_kwargs: dict[str, JsonValue] = Field(default={})
     """Arguments for the chat template, such as `{"enable_thinking": False}`."""
     end_tokens: tuple[str, ...] = ()
-    """Tokens that end an answer, in addition to the template's own."""
+    """Tokens that end an answer, in addition to those of the template and of the model's `generation_config.json`."""
     video: VideoTokens = "frames"
     """How the model reads a video. `frames`: each frame is a picture, preceded by its time as text. `native`: the video
     becomes the video tokens of Qwen2.5-VL or Qwen3-VL. This needs an embedded engine and the extra `video`."""
 
-    def make(self, tokenizer: ChatTokenizer, pictures: PictureTokens | None = None) -> Renderer:
-        """Create the renderer for `tokenizer`. If the model sees pictures, `pictures` makes their tokens.
+    def make(
+        self, tokenizer: ChatTokenizer, pictures: PictureTokens | None = None, ends: Sequence[str] = ()
+    ) -> Renderer:
+        """Create the renderer for `tokenizer`. If the model sees pictures, `pictures` makes their tokens. `ends` are
+        the model's own end tokens (`Pretrained.ends`).
 
         Raises UsageError if the tokenizer has no chat template.
         """
@@ -64,15 +67,15 @@ class RendererConfig(Config):
             history=self.history,
             special_text=self.special_text,
             template_kwargs=self.template_kwargs,
-            end_tokens=self.end_tokens,
+            end_tokens=(*self.end_tokens, *ends),
         )
 
     def load(self, folder: str | Path) -> Renderer:
         """Create the renderer for the model in `folder`, which may hold only the tokenizer."""
-        from ..engines.embedded.pretrained import load_pictures, load_tokenizer
+        from ..engines.embedded.pretrained import end_tokens, load_pictures, load_tokenizer
 
         tokenizer = load_tokenizer(folder)
-        return self.make(tokenizer, load_pictures(folder, tokenizer, self.video))
+        return self.make(tokenizer, load_pictures(folder, tokenizer, self.video), end_tokens(folder, tokenizer))
 
 
 class ComputeConfig(Config):
@@ -387,7 +390,7 @@ def _embedded(config: EmbeddedConfig) -> Made:
     version = f"{digest[:12]}:0"
     engine = EmbeddedEngine(
         found.model,
-        config.renderer.make(found.tokenizer, found.vision),
+        config.renderer.make(found.tokenizer, found.vision, found.ends),
         version=version,
         slots=config.slots,
         capacity=config.capacity,

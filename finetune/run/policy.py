@@ -121,7 +121,7 @@ def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int) -> Pol
     device = device_of(trainer.device)
     assert engine.model is not None, "checked when the configuration is read"
     found = load_pretrained(engine.model, dtype=trainer.dtype, attention=trainer.attention, video=engine.renderer.video)
-    renderer = engine.renderer.make(found.tokenizer, found.vision)
+    renderer = engine.renderer.make(found.tokenizer, found.vision, found.ends)
     # Adapters are drawn on the CPU, because a run must begin with the same adapters on every machine, and random
     # numbers differ between devices.
     model = found.model if trainer.lora is None else add_adapters(found.model, trainer.lora, seed=seed)

@@ -51,6 +51,8 @@ class Pretrained:
     tokenizer: PreTrainedTokenizerFast
     vision: Vision | None = None
     """How the model reads pictures, or None for a text model."""
+    ends: tuple[str, ...] = ()
+    """The tokens that end an answer, as the model's `generation_config.json` lists them."""
 
 
 def load_pretrained(
@@ -87,7 +89,7 @@ def load_pretrained(
         # depend on the other pictures in its batch, and log-probs in a replay would be off by up to 5e-4 nats.
         torch.backends.cudnn.allow_tf32 = False
         prove_vision(model, vision)
-    return Pretrained(model, tokenizer, vision)
+    return Pretrained(model, tokenizer, vision, end_tokens(folder, tokenizer))
 
 
 def _loaded(folder: Path, dtype: Dtype, attention: Attention | None, video: VideoTokens) -> Any:
@@ -203,6 +205,18 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
         raise UsageError(
             f"the tokenizer in {folder} can't be loaded: {type(error).__name__}: {_line(error)}"
         ) from error
+
+
+def end_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
+    """Return the tokens that end an answer of the model in `folder`, as its `generation_config.json` lists them. Models
+    such as GLM end an answer with tokens that neither the tokenizer nor the chat template names."""
+    folder = model_folder(folder)
+    about = Path(_base_of(folder) or folder) / "generation_config.json"
+    ids = json.loads(about.read_bytes()).get("eos_token_id") if about.is_file() else None
+    added = tokenizer.added_tokens_decoder
+    return tuple(
+        added[id].content for id in (ids if isinstance(ids, list) else [ids]) if id in added and added[id].special
+    )
 
 
 def load_pictures(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tapereel.agents import EngineError, Limits, Request
 from tapereel.agents.engines.engine import EngineStopped
 from tapereel.agents.gateway import Bounds, Control
 from tapereel.finetune.data.rows import rows
-from tapereel.tapes import Sampling
+from tapereel.tapes import Sampling, Tape
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
 
@@ -140,6 +141,115 @@ def test_tools_come_back_as_calls_and_go_on_in_the_same_row(tmp_path: Path):
     assert second.base == first.call
     assert second.keep == len(tape.call_prompt(first)) + len(first.completion)
     assert len(rows(tape)) == 1
+
+
+def _compact(message: Any) -> Any:
+    calls = message["tool_calls"]
+    texts = (json.dumps(json.loads(call["function"]["arguments"]), separators=(",", ":")) for call in calls)
+    written = (call["function"] | {"arguments": text} for call, text in zip(calls, texts, strict=True))
+    return message | {"tool_calls": [c | {"function": f} for c, f in zip(calls, written, strict=True)]}
+
+
+ECHOES: dict[str, Callable[[Any], Any]] = {
+    "arguments as compact JSON": _compact,
+    "a space after the text": lambda message: message | {"content": f" {message['content']} \n"},
+    "another id": lambda message: message | {"tool_calls": [c | {"id": "client-1"} for c in message["tool_calls"]]},
+    "all of them": lambda message: _compact(ECHOES["another id"](ECHOES["a space after the text"](message))),
+}
+
+
+@pytest.mark.parametrize("echo", ECHOES.values(), ids=ECHOES)
+def test_an_answer_is_recognised_however_a_client_writes_it_back(echo: Callable[[Any], Any], tmp_path: Path):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    answers = iter(
+        [
+            'i add. <tool_call>{"name": "add", "arguments": {"a": 1, "b": [2, 3]}}</tool_call>',
+            'i add. <tool_call>{"name": "add", "arguments": {"b": [2, 3], "a": 1}}</tool_call>',
+            " done \n",
+            "yes",
+        ]
+    )
+
+    async def scene() -> Tape:
+        async with served(tmp_path, Told(lambda messages: next(answers)), sampling=Sampling(max_tokens=400)) as there:
+            tape, client = await there.begin(task="t")
+            said: list[Any] = ["go"]
+            for _ in range(2):
+                message = echo((await client.ask(*said, tools=[tool]))[1]["choices"][0]["message"])
+                said += [message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"}]
+            _, answer = await client.ask(*said, tools=[tool])
+            message = answer["choices"][0]["message"]
+            said += [message | {"content": message["content"].strip()}, "sure?"]
+            await client.ask(*said, tools=[tool])
+            await there.end(tape)
+            return there.tape(tape)
+
+    tape = asyncio.run(scene())
+    assert [call.split for call in tape.calls] == [None] * 4
+    assert len(rows(tape)) == 1
+    asked = tape.calls[-1].messages[-1:]
+    assert asked == ({"role": "user", "content": "sure?"},)
+
+
+def test_results_get_the_ids_that_were_sent(tmp_path: Path):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+    async def scene() -> tuple[str, Tape]:
+        engine = Told(lambda messages: '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+        async with served(tmp_path, engine, sampling=Sampling(max_tokens=400)) as there:
+            tape, client = await there.begin(task="t")
+            message = (await client.ask("go", tools=[tool]))[1]["choices"][0]["message"]
+            sent = message["tool_calls"][0]["id"]
+            result = {"role": "tool", "tool_call_id": "client-1", "content": "3"}
+            await client.ask("go", ECHOES["another id"](message), result, tools=[tool])
+            await there.end(tape)
+            return sent, there.tape(tape)
+
+    sent, tape = asyncio.run(scene())
+    assert [message["tool_call_id"] for message in tape.calls[1].messages if message["role"] == "tool"] == [sent]
+
+
+def test_without_parallel_calls_only_the_first_is_answered(tmp_path: Path):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    call = '<tool_call>{"name": "add", "arguments": {"a": %d}}</tool_call>'
+
+    async def scene() -> list[list[str]]:
+        engine = Told(lambda messages: call % 1 + call % 2)
+        async with served(tmp_path, engine, sampling=Sampling(max_tokens=400)) as there:
+            _, client = await there.begin(task="t")
+            found = [await client.ask("go", tools=[tool], parallel_tool_calls=many) for many in (True, False)]
+            messages = [answer["choices"][0]["message"] for _, answer in found]
+            return [[call["function"]["arguments"] for call in message["tool_calls"]] for message in messages]
+
+    assert asyncio.run(scene()) == [['{"a": 1}', '{"a": 2}'], ['{"a": 1}']]
+
+
+def test_a_key_in_x_api_key_opens_the_tape(tmp_path: Path):
+    async def scene() -> list[int]:
+        async with served(tmp_path, Told()) as there:
+            _, client = await there.begin(task="t")
+            body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+            address = f"{there.gateway.url}/chat/completions"
+            found = []
+            for key in (client.key, "sk-tape-of-nobody"):
+                async with client.http.post(address, json=body, headers={"x-api-key": key}) as answer:
+                    found.append(answer.status)
+            return found
+
+    assert asyncio.run(scene()) == [200, 401]
+
+
+@pytest.mark.parametrize("follow", [True, False])
+def test_a_gateway_may_keep_its_own_sampling(follow: bool, tmp_path: Path):
+    async def scene() -> Tape:
+        async with served(tmp_path, Told(), follow=follow) as there:
+            tape, client = await there.begin(task="t")
+            await client.ask("hi", temperature=0, top_p=0.5)
+            await there.end(tape)
+            return there.tape(tape)
+
+    (call,) = asyncio.run(scene()).calls
+    assert (call.sampling.temperature, call.sampling.top_p) == ((0, 0.5) if follow else (1, 1))
 
 
 def test_calls_are_served_by_the_formats_of_models_and_never_out_of_a_thought(tmp_path: Path):

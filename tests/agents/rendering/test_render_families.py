@@ -451,3 +451,42 @@ def test_a_template_that_refuses_a_conversation_is_quoted() -> None:
         Renderer(tokenizer("gemma")).prompt([say("user", "q"), say("user", "r")])
     with pytest.raises(RenderError, match=r"system/user.*System"):
         Renderer(tokenizer("gemma")).prompt([say("system", "q"), say("user", "r")])
+
+
+def calling(arguments: Any) -> list[dict[str, Any]]:
+    call = {**CALL, "function": {"name": "lookup", "arguments": arguments}}
+    result = say("tool", "ripe", tool_call_id=CALL["id"], name="lookup")
+    return [say("user", "q"), say("assistant", "", tool_calls=[call]), result]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen25", "llama3", "mistral", "harmony"])
+def test_arguments_as_json_text_are_rendered_like_an_object(name: str) -> None:
+    """OpenAI's protocol has text there. Llama 3.1's template would encode it a second time, and GLM's refuses it."""
+    renderer = Renderer(tokenizer(name))
+    as_object = renderer.prompt(calling({"key": "pear", "n": [1, 2]}), [LOOKUP])
+    for text in ('{"key": "pear", "n": [1, 2]}', '{"key":"pear","n":[1,2]}'):
+        as_text = renderer.prompt(calling(text), [LOOKUP])
+        assert as_text.text == as_object.text
+        assert as_text.messages[1]["tool_calls"][0]["function"]["arguments"] == text, "the tape keeps the client's text"
+
+
+def test_a_template_that_takes_only_json_text_gets_it() -> None:
+    """DeepSeek's templates concatenate strings."""
+    words = char_tokenizer("abcdefghijklmnopqrstuvwxyz \n\"':{}[],")
+    words.chat_template = (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% for c in m['tool_calls'] or [] %}"
+        "{{ c['function']['name'] + c['function']['arguments'] }}{% endfor %}{{ '<|end|>' }}{% endfor %}"
+    )
+    rendered = Renderer(words).prompt(calling('{"key":"pear"}'), [LOOKUP])
+    assert 'lookup{"key":"pear"}' in rendered.text
+
+
+def test_a_token_between_two_calls_ends_a_call_and_no_answer() -> None:
+    """GLM's answers end without a token, and its template closes each call with one."""
+    words = char_tokenizer("abcdefghijklmnopqrstuvwxyz \n\"':{}[],")
+    words.add_special_tokens({"additional_special_tokens": ["</tool_call>"]})
+    words.chat_template = (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% for c in m['tool_calls'] or [] %}"
+        "{{ c['function']['name'] + (c['function']['arguments'] | tojson) + '</tool_call>' }}{% endfor %}{% endfor %}"
+    )
+    assert Renderer(words).end_ids == (words.eos_token_id,)
