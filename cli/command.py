@@ -35,6 +35,7 @@ from ..tapes.errors import (
     UsageError,
 )
 from .console import Exit, Verb, say
+from .signals import sigterm_as_interrupt
 
 VERBS: dict[str, tuple[str, str]] = {
     "run": ("cli.rollout.run", "run an agent on tasks and record every episode"),
@@ -154,6 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         guard_terminal()
         _keep_stdout()
         _outlive_alarms()
+        sigterm_as_interrupt()
         # With thousands of tapes in memory, full collections would take most of the time. Modules never become garbage.
         gc.freeze()
         gc.set_threshold(50_000, 20, 20)
@@ -221,7 +223,7 @@ def _run(name: str, words: list[str]) -> int:
     try:
         args = verb_parser(name).parse_args(words)
         prog, parser = args.parser.prog, args.parser
-        args.answer_to = sys.stdout
+        args.answer_to, args.words = sys.stdout, words
         with contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(sys.stderr), _warnings_on_stderr():
             return int(cast(Verb, args.command).run(args))
     except ModuleNotFoundError as error:
@@ -235,8 +237,8 @@ def _run(name: str, words: list[str]) -> int:
         # interpreter's flush at exit would fail on the closed pipe and print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.BROKEN
-    except KeyboardInterrupt:
-        say(f"{prog}: interrupted")
+    except KeyboardInterrupt as stop:
+        say(f"{prog}: interrupted" + (f"; continue with\n  {stop}" if str(stop) else ""))
         return 130
     except (TapereelError, OSError) as error:
         if traceback:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..tapes.common.access_token import check_token
 from ..tapes.common.config import Setting, setting_key
 from ..tapes.errors import UsageError
 from ..tapes.store.lease import end_lease
+from ..tapes.store.run_directory import CONFIG
+from ..tapes.view.overview import command
 
 SCRIPTED = ("engine.answers", "engine.policy")
 """Settings that select the scripted engine."""
@@ -94,6 +98,25 @@ def take_over(args: argparse.Namespace, out: str | Path) -> None:
     """End the lease of the run in `out` if `--take-over` is given."""
     if args.take_over and os.environ.get("RANK", "0") == "0":
         end_lease(out)
+
+
+@contextmanager
+def resumable(args: argparse.Namespace, out: str | Path, config: str = CONFIG, *more: str) -> Iterator[None]:
+    """If Ctrl-C ends the block, add the command that continues the run in `out` to the KeyboardInterrupt. `config` is
+    the file with the run's settings, and the run has begun if it exists. `more` are further arguments for the
+    command."""
+    file = Path(out) / config
+    another = file.exists() and not args.resume
+    try:
+        yield
+    except KeyboardInterrupt:
+        if another or not file.exists():
+            raise
+        # A command that resumed the run works again. Its settings may differ from the recorded ones, such as addresses.
+        again = [word for word in args.words if word != "--take-over"] if args.resume else ()
+        words = "--config", os.path.join(out, config), "--out", str(out), "--resume", *more
+        verb = args.parser.prog.removeprefix("tapereel ")
+        raise KeyboardInterrupt(command(verb, *(again or words))) from None
 
 
 def add_server_arguments(

@@ -1,10 +1,11 @@
-"""The stop signal for verbs that serve, which is Ctrl-C, SIGTERM or a closed terminal."""
+"""Signals that end a verb: Ctrl-C, SIGTERM and, for verbs that serve, a closed terminal."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import signal
+from types import FrameType
 
 
 def stop_event() -> asyncio.Event:
@@ -23,3 +24,17 @@ def stop_event() -> asyncio.Event:
         with contextlib.suppress(NotImplementedError, RuntimeError):
             loop.add_signal_handler(name, stop.set)
     return stop
+
+
+def sigterm_as_interrupt() -> None:
+    """Make SIGTERM end this process as Ctrl-C does, so that a run can close its episodes. By default, it would end the
+    process at once."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        handler = signal.getsignal(signal.SIGINT)  # the handler of the event loop, if one is running
+        if not callable(handler):  # a shell script starts its background jobs with SIGINT ignored
+            raise KeyboardInterrupt
+        handler(signal.SIGINT, frame)
+
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, interrupt)

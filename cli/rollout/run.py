@@ -11,7 +11,7 @@ from ...tapes.store.books import spent
 from ...tapes.store.run_directory import pin_line
 from ..console import Exit, Section, answer
 from ..progress_bars import live_progress
-from ..scene_arguments import add_config_arguments, add_scene_arguments, run_directory, scene_settings
+from ..scene_arguments import add_config_arguments, add_scene_arguments, resumable, run_directory, scene_settings
 from ..score_lines import lost_line, read_k, score_lines
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         answer(args, config, dump_config(config), *costs)
         return Exit.HOLDS
     out = run_directory(args)
-    with live_progress() as progress:
+    with live_progress() as progress, resumable(args, out):
         summary = roll_out(config, out, resume=args.resume, progress=progress)
     answer(args, summary, _section(summary), *_summary_lines(summary))
     return Exit.HOLDS if summary.scored or not summary.episodes else Exit.BROKEN

@@ -13,7 +13,7 @@ from ...tapes.store.run_directory import pin_line
 from ...tapes.view.overview import checks, command, next_commands
 from ..console import Exit, Section, answer
 from ..progress_bars import live_progress
-from ..scene_arguments import add_config_arguments, add_resume_arguments, take_over
+from ..scene_arguments import add_config_arguments, add_resume_arguments, resumable, take_over
 
 if TYPE_CHECKING:
     from ...finetune.run.demonstrations import DemoSummary
@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo and print its table."""
-    from ...finetune.run.demonstrations import DemoConfig, PicturesDemoConfig, begun_demo, demo
+    from ...finetune.run.demonstrations import DEMO, DemoConfig, PicturesDemoConfig, begun_demo, demo
 
     if args.blind and not args.pictures:
         raise UsageError("--blind is a control of the demo with pictures: add --pictures, or remove --blind")
@@ -79,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
         )
     for run in (out, out / "demonstrations", *out.glob("controls/*")):
         take_over(args, run)
-    with live_progress() as progress:
+    more = ["--controls"] if args.controls else []
+    with live_progress() as progress, resumable(args, out, DEMO, *more):
         summary = demo(config, out, controls=args.controls, resume=args.resume, progress=progress)
     answer(args, summary, _section(summary), _closing(summary))
     return Exit.HOLDS

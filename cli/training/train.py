@@ -16,7 +16,7 @@ from ...tapes.store.run_directory import pin_line
 from ...tapes.view.overview import UNTAUGHT, command
 from ..console import Exit, Section, answer
 from ..progress_bars import live_progress
-from ..scene_arguments import add_config_arguments, add_scene_arguments, run_directory, scene_settings
+from ..scene_arguments import add_config_arguments, add_scene_arguments, resumable, run_directory, scene_settings
 
 if TYPE_CHECKING:
     from ...finetune.run.train_run import TrainSummary
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
     if int(os.environ.get("RANK", "0")):  # `torchrun` starts several processes, and only the first one prints
         return _exit_code(train(config, out, setup=setup, resume=args.resume))
-    with live_progress() as progress:
+    with live_progress() as progress, resumable(args, out):
         summary = train(config, out, setup=setup, resume=args.resume, progress=progress)
     answer(args, summary, _section(summary), *_summary_lines(summary))
     return _exit_code(summary)

@@ -31,6 +31,19 @@ class Deadly(Digits):
         return await super().step(action)
 
 
+class Signalled(Digits):
+    """Signals its process at a step. The environment variable SIGNAL_STEP has both numbers: `STEP SIGNAL`."""
+
+    steps = 0
+
+    async def step(self, action: Any) -> Outcome:
+        Signalled.steps += 1
+        at, _, number = os.environ.get("SIGNAL_STEP", "-1 0").partition(" ")
+        if Signalled.steps == int(at):
+            os.kill(os.getpid(), int(number))
+        return await super().step(action)
+
+
 class BreaksLater(Digits):
     """Works for 30 steps, then breaks in every episode."""
 
