@@ -90,6 +90,7 @@ def _summary_lines(summary: TrainSummary) -> list[str]:
     seconds, tokens = summary.seconds, summary.tokens
     return [
         *summary.advice,
+        *(["The reward on held-out tasks reached loop.stop_at, so the loop ended."] * (summary.ended_by == "stop_at")),
         f"{counted(summary.updates, 'update')} by {summary.recipe} in {seconds['total']:.0f} s (engine "
         f"{seconds.get('rollout', 0):.0f} s, trainer {seconds.get('train', 0):.0f} s, concurrently).",
         f"{summary.episodes:,} episodes on tape; {spent(tokens)}; {tokens['trained']:,} trained on; "

@@ -166,6 +166,7 @@ class Loop:
         """The time and the engine's busy seconds at the start of the loop."""
         self._reported = (0, 0.0)
         """The number of sampled tokens and the engine's busy seconds at the time of the last metrics line."""
+        self._stopped = False
         self._agents_checked = False
         """Whether `_check_agents` has passed for a batch."""
 
@@ -177,7 +178,11 @@ class Loop:
     @property
     def done(self) -> bool:
         """Whether the phase has ended."""
-        return self.history.updates >= self.target
+        return self._stopped or self.history.updates >= self.target
+
+    def stop(self) -> None:
+        """End the phase after the update that is in progress."""
+        self._stopped = True
 
     async def run(self) -> None:
         """Run until the phase has ended. Raises the first error from the trainer, the store or the rollouts."""
@@ -222,6 +227,7 @@ class Loop:
     # Updates
 
     async def _train(self) -> None:
+        histories = self.history, *(player.history for player in self.players)
         while not self.done:
             taken = await self.rollouts.take()
             report = await self._update(self._plan(taken), taken)
@@ -230,9 +236,11 @@ class Loop:
             # missing forever.
             if self.on_update is not None:
                 self.on_update(report)
-            if self.history.updates % self.config.checkpoint_every == 0 or self.done:
-                for history in (self.history, *(player.history for player in self.players)):
-                    await asyncio.to_thread(history.checkpoint, pinned=self.done)
+            if self.history.updates % self.config.checkpoint_every == 0 and not self.done:
+                for history in histories:
+                    await asyncio.to_thread(history.checkpoint)
+        for history in histories:
+            await asyncio.to_thread(history.settle)
 
     def _plan(self, taken: Taken) -> Plan:
         config, update = self.config, self.history.updates

@@ -189,6 +189,9 @@ class LoopConfig(RecipeConfig):
 
     updates: int = Field(default=40, ge=0)
     """Number of updates that the loop makes."""
+    stop_at: float | None = Field(default=None, allow_inf_nan=False)
+    """The loop ends early if the mean reward of an evaluation on held-out tasks is at least this value. The update that
+    is in progress is completed. None makes all updates."""
     groups: int = Field(default=16, ge=1)
     """Groups per rollout batch."""
     group_size: int = Field(default=16, ge=1)

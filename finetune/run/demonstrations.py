@@ -111,6 +111,8 @@ class DemoConfig(SeedConfig, TrackedConfig):
             )
         if self.loop.sleep:
             raise ValueError("`loop.sleep` needs servers, and a demo's engine is in this process: remove `loop.sleep`")
+        if self.loop.stop_at is not None:
+            raise ValueError("`loop.stop_at` needs evaluations during the loop, and a demo has none: remove it")
         if self.held_out * SPARE >= self.tasks:
             raise ValueError(
                 f"held_out is {self.held_out} of {self.tasks} tasks, and {SPARE} times as many are set aside, so no "

@@ -1,4 +1,4 @@
-"""Makes a run longer, if it is resumed with a larger `loop.updates`.
+"""Ends a run early by `loop.stop_at`, and makes a run longer if it is resumed with another `loop.updates` or `stop_at`.
 
 The recorded updates stay as they are, so no other setting may change. Learning-rate schedules aren't stretched: their
 `total` is a separate setting, and the recorded learning rates depend on it. The evaluation at the earlier end stays
@@ -14,39 +14,65 @@ from ...tapes.store.run_directory import Change, Lengthened, Results, RunDir
 from ..loop.loop_config import LoopConfig, OptimiserConfig
 from .player_config import PlayerConfig
 
-UPDATES = "loop.updates"
+UPDATES, STOP_AT = "loop.updates", "loop.stop_at"
 
 
-def lengthening(loop: LoopConfig, warm: int, players: Mapping[str, PlayerConfig] | None = None) -> Change:
-    """Return the function that `open_run` calls if `loop.updates` has changed. `loop` has the new value. `warm` is the
-    number of updates before the loop."""
+def reached(results: Results, stop_at: float | None) -> bool:
+    """Return whether the mean reward of an evaluation on held-out tasks is at least `stop_at`. The loop has then ended,
+    also in a resumed run."""
+    parts = (results.before, *results.evaluations.values(), results.after)
+    means = [part["sampled"].mean for part in parts if part]
+    return stop_at is not None and any(mean is not None and mean >= stop_at for mean in means)
+
+
+def lengthening(loop: LoopConfig, warm: int, players: Mapping[str, PlayerConfig]) -> dict[str, Change]:
+    """Return the functions that `open_run` calls if `loop.updates` or `loop.stop_at` has changed. `loop` has the new
+    values. `warm` is the number of updates before the loop."""
     optimisers = {"loop.optimiser": loop.optimiser}
-    for name, player in (players or {}).items():
+    for name, player in players.items():
         if player.optimiser is not None:
             optimisers[f"players.{name}.optimiser"] = player.optimiser
 
-    def change(run: RunDir, then: int, now: int) -> str:
-        done = max(run.store.ledger(run.results.lineage).next_update - warm, 0)
+    def done_by(run: RunDir) -> int:
+        return max(run.store.ledger(run.results.lineage).next_update - warm, 0)
+
+    def new_updates(run: RunDir, then: int, now: int) -> str:
+        done = done_by(run)
         if now < done:
             raise UsageError(
                 f"loop.updates is {now}, and {run.path} has made {done} updates of its loop already: set it to "
                 f"{done} or more, or use the checkpoint of an earlier update"
             )
+        if now > then and reached(run.results, loop.stop_at):
+            raise UsageError(
+                f"loop.updates={now} would change nothing: the reward on held-out tasks has reached "
+                f"loop.stop_at={loop.stop_at:g} in {run.path}; raise loop.stop_at too, or set it to null"
+            )
         if now > then:
             for name, optimiser in optimisers.items():
                 _check_rate(name, optimiser, then, now, steps=loop.epochs * loop.minibatches)
-        if run.results.after is not None:
-            run.results.evaluations[str(done)], run.results.after = run.results.after, None
-        if (entry := Lengthened(updates=then, done=done)) not in run.results.lengths[-1:]:
-            run.results.lengths.append(entry)
+        return continued(run, then)
+
+    def new_stop(run: RunDir, then: float | None, now: float | None) -> str:
+        return continued(run, None)
+
+    def continued(run: RunDir, updates: int | None) -> str:
+        """Keep the evaluation at the earlier end, if the loop had ended and now continues. `updates` is the earlier
+        value of `loop.updates` if it has changed."""
+        results, done = run.results, done_by(run)
+        if results.after is not None and done < loop.updates and not reached(results, loop.stop_at):
+            results.evaluations[str(done)], results.after = results.after, None
+            updates = done
+        if updates is not None and (entry := Lengthened(updates=updates, done=done)) not in results.lengths[-1:]:
+            results.lengths.append(entry)
         return f"when {done} updates of the loop were done"
 
-    return change
+    return {UPDATES: new_updates, STOP_AT: new_stop}
 
 
 def end_name(results: Results, updates: int) -> str:
-    """Return the name of the evaluation at the end. It is `after`, or `after-UPDATES` if the run had reached an earlier
-    end. This is because evaluations at different ends must not share a split."""
+    """Return the name of the evaluation at the end, after this number of updates. It is `after`, or `after-UPDATES` if
+    the run had reached an earlier end. This is because evaluations at different ends must not share a split."""
     ended = any(one.done >= one.updates for one in results.lengths)
     return f"after-{updates:06d}" if ended else "after"
 

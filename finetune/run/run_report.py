@@ -118,6 +118,11 @@ class Reporter:
             notes.append(
                 f"The run was ended after {done} of {self.updates} updates, at {when}, by {cut}. Resume it to continue."
             )
+        elif over and done < self.updates:
+            notes.append(
+                f"The loop ended after {done} of {self.updates} updates, because the reward on held-out tasks reached "
+                "loop.stop_at."
+            )
         if over and done:
             books = self.run.store.books()
             if not books.tokens["trained"] and not books.authored_trained:

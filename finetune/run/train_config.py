@@ -31,6 +31,9 @@ MeasuredBy = Literal["own", "loop"]
 """The engine for evaluations: `own` is an engine in this process with a copy of the weights, and `loop` is the loop's
 engine."""
 
+EndedBy = Literal["updates", "stop_at"]
+"""The setting that ended a loop: `loop.updates` or `loop.stop_at`."""
+
 
 class EvaluationConfig(ScoresConfig, TasksConfig):
     """Held-out tasks, and when and how the policy is evaluated on them. An evaluation doesn't change training.
@@ -102,7 +105,12 @@ class TrainConfig(Setup, TrackedConfig):
     def _agree(self) -> TrainConfig:
         check_engine(self.engine, self.trainer, self.loop, warm=self.warm)
         check_players_of(self.players, self.loop, warm=self.warm is not None)
-        loop = self.loop
+        loop, evaluation = self.loop, self.evaluation
+        if loop.stop_at is not None and not (evaluation.every and (evaluation.tasks or evaluation.fraction)):
+            raise ValueError(
+                f"loop.stop_at={loop.stop_at:g} is a reward on held-out tasks, and this run measures none while it "
+                "trains: set evaluation.every, and evaluation.tasks or evaluation.fraction; or remove loop.stop_at"
+            )
         if "teacher" in SECOND.get(loop.recipe, ()) and loop.teacher is None and "regulariser" not in loop.changes:
             raise ValueError(
                 f"recipe {loop.recipe!r} learns from a teacher: set loop.teacher to another model's folder"

@@ -34,11 +34,11 @@ try:
     from ..loop.loop import check_recipe
     from ..trainer.distributed import launched
     from .loaded_run import LoadedRun
-    from .longer import UPDATES, lengthening
+    from .longer import lengthening
     from .policy import check_begun
     from .run_report import REPORT, Reporter, reporting
     from .trackers import check_trackers, tracking
-    from .train_config import TrainConfig
+    from .train_config import EndedBy, TrainConfig
     from .training import Training
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers", "numpy", "tokenizers"):
@@ -65,6 +65,8 @@ class TrainSummary(Value):
     recipe: str
     updates: int
     """Number of updates that the loop made. Updates of the warm start don't count."""
+    ended_by: EndedBy
+    """`stop_at` if the reward on held-out tasks reached `loop.stop_at` before all updates were made."""
     reward: dict[str, float | None]
     """Mean reward in the `first` five and the `last` five updates of the loop."""
     agents: dict[str, dict[str, float | None]]
@@ -139,7 +141,7 @@ def _lead(loaded: LoadedRun, out: Path, resume: bool, progress: Progress) -> Tra
         resume=resume,
         begin=lambda: _new_results(loaded),
         free=(*(f"{place}.{name}" for place in places for name in ("threads", "device")), "processes", "trackers"),
-        changes={UPDATES: lengthening(config.loop, warm, config.players)},
+        changes=lengthening(config.loop, warm, config.players),
         engines=frozen,
     ) as directory:
         assert loaded.scene is not None
@@ -190,7 +192,8 @@ def _summary(training: Training, hints: tuple[str, ...]) -> TrainSummary:
         run=str(out),
         lineage=results.lineage,
         recipe=training.recipe.name,
-        updates=history.updates - training.warm.updates,
+        updates=training.done,
+        ended_by=training.ended_by,
         reward=_first_and_last(lines, "reward"),
         agents={path: _first_and_last(lines, f"reward/agent/{path}") for path in training.trained},
         players={name: _player(name, training) for name in training.config.players},

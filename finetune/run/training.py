@@ -32,9 +32,9 @@ from ..recipes import get_recipe, write_recipes
 from ..trainer.trainer import UpdateStats
 from .evaluation import evaluate
 from .loaded_run import LoadedRun, Scene
-from .longer import end_name
+from .longer import end_name, reached
 from .players import NO_WARM_START, Player
-from .train_config import MeasuredBy
+from .train_config import EndedBy, MeasuredBy
 from .warm_start import bring_in, warm_start
 
 
@@ -245,13 +245,13 @@ class Training:
         if self.scene.held_out:
             if results.after is None:
                 async with self.measuring() as engine:
-                    results.after = await self.evaluate(engine, end_name(results, self.loop.updates))
-                self._note_evaluation(self.history.updates - self.warm.updates, results.after)
+                    results.after = await self.evaluate(engine, end_name(results, self.done))
+                self._note_evaluation(self.done, results.after, ended_by=self.ended_by)
             self.run.save()
 
     async def _make_updates(self) -> None:
         start = self.warm.updates
-        if self.history.updates >= start + self.loop.updates:
+        if self.done >= self.loop.updates or reached(self.run.results, self.loop.stop_at):
             # All updates were made, but a crash may have come before the last records or a player's last update.
             if self.history.unrecorded or self.team.behind(self.history.updates):
                 await self._run_loop(lambda update: None, "catching up")
@@ -275,8 +275,8 @@ class Training:
         evaluation has ended. With a separate engine, it uses a copy of the current weights while training continues.
         With the loop's engine, the engine gets new weights only after the evaluation. If a crash interrupts an
         evaluation, it isn't repeated, because its weights are gone."""
-        every = self.config.evaluation.every
-        if not self.scene.held_out or every is None or done % every or done >= self.loop.updates:
+        every, over = self.config.evaluation.every, self._loop is None or self._loop.done
+        if not self.scene.held_out or every is None or done % every or over:
             return
         # The weights are copied now. After the wait for the previous evaluation, the copy would have later weights.
         engine = self._copy() if self.measured_by == "own" else None
@@ -291,6 +291,8 @@ class Training:
         self._note_scores()
         self._note_evaluation(update, found)
         self.run.save()
+        if self._loop is not None and reached(self.run.results, self.loop.stop_at):
+            self._loop.stop()
 
     async def _run_loop(self, on_update: Callable[[UpdateReport], None], name: str) -> Loop:
         """Run the loop. `name` is the name of this part in progress reports."""
@@ -322,6 +324,8 @@ class Training:
             on_update=report,
             settled=self.settled,
         )
+        if reached(self.run.results, self.loop.stop_at):
+            loop.stop()
         self._loop = loop
         try:
             await loop.run()
@@ -331,10 +335,20 @@ class Training:
             await engine.close()
         return loop
 
-    def _note_evaluation(self, update: int, found: Evaluations) -> None:
+    @property
+    def done(self) -> int:
+        """Number of updates that the loop has made."""
+        return self.history.updates - self.warm.updates
+
+    @property
+    def ended_by(self) -> EndedBy:
+        """The setting that has ended the loop."""
+        return "updates" if self.done >= self.loop.updates else "stop_at"
+
+    def _note_evaluation(self, update: int, found: Evaluations, **more: str) -> None:
         """Write one metrics line with the mean reward, components, lengths and pass@k of each evaluation in `found`.
-        `update` is the number of updates that the loop has made."""
-        line: dict[str, Any] = {"phase": "evaluation", "update": update, "updates": self.warm.updates + update}
+        `update` is the number of updates that the loop has made. The line also gets the values in `more`."""
+        line: dict[str, Any] = {"phase": "evaluation", "update": update, "updates": self.warm.updates + update, **more}
         for name, part in found.items():
             line[name] = part.mean
             line |= {f"{name}/{path}": mean for path, mean in (part.agents or {}).items()}

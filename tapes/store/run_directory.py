@@ -73,9 +73,11 @@ class PlayerResults(BaseModel):
 
 
 class Lengthened(Value):
-    """The earlier value of `loop.updates` in a run that was made longer."""
+    """An earlier length of a run that was made longer."""
 
     updates: int
+    """The earlier value of `loop.updates`, or the smaller number of updates after which `loop.stop_at` ended the
+    loop."""
     done: int
     """Number of updates that the loop had made when this value was changed."""
 

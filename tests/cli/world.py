@@ -12,6 +12,7 @@ from tapereel.agents import Request, agent
 from tapereel.envs import Outcome, Taskset
 from tapereel.envs.load_named import load_named
 from tapereel.tapes import Task
+from tapereel.tapes.store.run_directory import read_metrics
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "digits.py")
 Digits: Any = load_named(f"{EXAMPLE}:Digits")
@@ -42,6 +43,16 @@ class Signalled(Digits):
         if Signalled.steps == int(at):
             os.kill(os.getpid(), int(number))
         return await super().step(action)
+
+
+class Rising(Digits):
+    """Every answer earns 0 until the run in the environment variable RISING_RUN has made RISING_AT updates, then 1."""
+
+    async def step(self, action: Any) -> Outcome:
+        outcome = await super().step(action)
+        lines = read_metrics(Path(os.environ["RISING_RUN"], "metrics.jsonl"))
+        reward = float(sum(line["phase"] == "rl" for line in lines) >= int(os.environ["RISING_AT"]))
+        return Outcome(reward=reward, terminated=outcome.terminated)
 
 
 class BreaksLater(Digits):
