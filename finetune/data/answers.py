@@ -15,7 +15,8 @@ REFLECTION = re.compile(
 
 
 def repeated(ids: NDArray[np.integer]) -> int:
-    """Return how many 4-grams of the token ids (n,) equal an earlier 4-gram: 0 if all differ, and at most n - 4."""
+    """Return how many 4-grams of the token ids (n,) occurred before in the same answer: 0 if all differ, at most n -
+    4."""
     if len(ids) < 5:
         return 0
     wide = ids.astype(np.int64)

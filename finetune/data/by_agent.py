@@ -1,8 +1,9 @@
-"""Per-agent training, which compares each agent with itself in the other attempts, by its own reward.
+"""Per-agent training: an agent's reward is compared with the rewards of the same agent in the other attempts.
 
-A reward component named `name@path` belongs to the agent at `path` alone. Every other component is shared by all
-agents. An episode with two agents becomes two `Episode`s. The rows of each have only one agent's own tokens. Group
-means, deviations, weights and counts are then per agent, and the objective's terms needn't know about agents.
+A reward component named `name@path` belongs to the agent at `path` alone. All agents share every other component.
+
+An episode with two agents becomes two `Episode`s, and the rows of each train only one agent's tokens. So group means,
+deviations, weights and counts are per agent, although the objective's terms don't know about agents.
 """
 
 from __future__ import annotations
@@ -23,27 +24,28 @@ AT = "@"
 
 
 def addressed(name: str) -> str | None:
-    """Return the path of the agent that a reward component belongs to, or None if all agents share it."""
+    """Return the agent's path in a reward component's name (`name@path`), or None if all agents share the component."""
     _, at, path = name.rpartition(AT)
     return path if at and path else None
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRewards:
-    """The weighted rewards of one tape, laid out over its turns. A reward for the whole episode is on the last turn."""
+    """The rewards of one tape, per turn and multiplied by their weights. A reward for the whole episode counts in the
+    last turn."""
 
     whole: NDArray[np.float64]
     """(turns,) the sum of all rewards in each turn."""
     alone: dict[str, NDArray[np.float64]]
-    """The rewards that one agent alone gets in each turn, by the agent's path."""
+    """By the agent's path: (turns,) the rewards that this agent alone gets in each turn."""
     shared: NDArray[np.float64] | None
-    """The rewards that all agents get in each turn. None if they get none, which isn't the same as zero."""
+    """(turns,) the rewards that all agents share in each turn. None if there are none, which isn't the same as zero."""
     components: dict[str, float]
     """The unweighted sum of each reward component, by name."""
 
 
 def turn_rewards(tape: Tape) -> TurnRewards:
-    """Lay out the tape's rewards over its turns, in one pass."""
+    """Return the tape's rewards per turn, computed in one pass."""
     turns = max(tape.turns, 1)
     whole = np.zeros(turns)
     alone: dict[str, NDArray[np.float64]] = {}
@@ -66,13 +68,15 @@ def turn_rewards(tape: Tape) -> TurnRewards:
 
 
 def rewards_of(tape: Tape, paths: Iterable[str]) -> dict[str, float | None]:
-    """Return each agent's reward, by the agent's path in `paths`. An agent without any reward has None."""
+    """Return the total reward of each agent in `paths`, by the agent's path. It is None for an agent without any
+    reward."""
     earned = turn_rewards(tape)
     return {path: _total(_sum(earned.alone.get(path), earned.shared)) for path in paths}
 
 
 def apart(rows: Sequence[Row], episode: Episode) -> tuple[list[Row], list[Episode]]:
-    """Split the rows of one tape by agent. Return them with an `Episode` for each agent that has own tokens."""
+    """Split the rows of one tape by agent. Return the new rows, and one `Episode` for each agent that produced tokens
+    in them."""
     parts: list[Row] = []
     paths: dict[str, None] = {}
     for row in rows:
@@ -97,7 +101,7 @@ def _part(episode: Episode, path: str) -> Episode:
 
 
 def check_addresses(episodes: Iterable[Episode], rows: Iterable[Row]) -> None:
-    """Raise BadBatch if a reward is for a path that no agent has. This reward would train no token."""
+    """Raise BadBatch if a reward component names an agent that isn't in the batch. This reward would train no token."""
     wanted = {path for episode in episodes for path in episode.alone}
     there = {path for row in rows for path in row.agents}
     if wanted - there and there:
@@ -108,7 +112,8 @@ def check_addresses(episodes: Iterable[Episode], rows: Iterable[Row]) -> None:
 
 
 def reward_by_agent(stream: Stream) -> dict[str, float]:
-    """Return the mean reward of each agent's scored episodes, by `reward/agent/PATH`, in a batch split by `apart`."""
+    """Return the mean reward of each agent's scored episodes, by `reward/agent/PATH`. `apart` must have split the
+    batch."""
     found: dict[str, list[float]] = {}
     for name, reward in zip(stream.episodes.tape, stream.episodes.reward.tolist(), strict=True):
         _, apart_, path = name.partition("#")

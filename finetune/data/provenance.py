@@ -25,13 +25,14 @@ from .rows import Row
 from .stream import Episode, Stream
 
 Item = tuple[str, str, int, int, float]
-"""(tape, call, start, end, weight). The weight applies to the tokens [start, end) of the call's completion."""
+"""(tape, call, start, end, weight): the tokens [start, end) of a call's completion, and the weight of their loss."""
 Pin = tuple[str, ...]
-"""The digest of a tape, followed by the digest of each layer that the tape was read with."""
+"""The digest of a tape, followed by the digests of its layers (labels or rewards that were added later)."""
 
 
 class ChangedTape(TapereelError, ValueError):
-    """Raised if a record or a layer of a tape was edited or removed after an update read the tape."""
+    """Raised if a tape no longer has the content that an update read, because a record or a layer was edited or
+    removed."""
 
 
 def pin_of(tape: Tape) -> Pin:
@@ -40,7 +41,7 @@ def pin_of(tape: Tape) -> Pin:
 
 
 def as_pinned(tape: Tape, pin: Sequence[str]) -> Tape:
-    """Return the tape with only the layers in `pin`, without layers that were added later.
+    """Return the tape as it was when the pin was made, without layers that were added later.
 
     Raises ChangedTape if the tape's digest differs or a layer in the pin is missing.
     """
@@ -100,9 +101,9 @@ def _kept_out(tape: Tape) -> tuple[Range, ...]:
 
 
 def keep_tokens(rows: Iterable[Row], kept: Callable[[Row], NDArray[np.bool_]]) -> tuple[list[Row], list[Range]]:
-    """Turn the own tokens that `kept` rejects into context. Return the rows, and the ranges of these tokens.
+    """Stop training on some own tokens: make them context. Return the new rows, and the ranges of these tokens.
 
-    `kept` returns a mask (n,) of the own tokens to keep in a row. A row is left out if it keeps none.
+    `kept` takes a row and returns a mask (n,) of the own tokens to keep. A row in which none are kept is left out.
     """
     found: list[Row] = []
     excluded: list[Range] = []
@@ -118,7 +119,8 @@ def keep_tokens(rows: Iterable[Row], kept: Callable[[Row], NDArray[np.bool_]]) -
 
 
 def drop_others(rows: Sequence[Row], agents: Sequence[str]) -> tuple[list[Row], list[Range]]:
-    """Turn own tokens into context unless `agents` has the path of their agent. Return the rows and the ranges."""
+    """Train only the tokens of `agents` (paths): make all other own tokens context. Returns the same as
+    `keep_tokens`."""
     return keep_tokens(rows, lambda row: np.array([agent in agents for agent in row.agents], dtype=bool)[row.call])
 
 
@@ -128,10 +130,11 @@ def own_ranges(rows: Sequence[Row]) -> list[Range]:
 
 
 def weighed(rows: Sequence[Row], stream: Stream, weights: torch.Tensor) -> list[Item]:
-    """Return runs of consecutive tokens with equal weights in a call. `stream` and `weights` (T,) belong to `rows`.
+    """Return the tokens that an update trained on, as runs of consecutive tokens with equal weights in a call.
 
-    Tokens with weight 0 were not part of the update and are left out. The ledger stores runs instead of tokens, because
-    most recipes give all tokens in a call the same weight.
+    `weights` (T,) are the weights of the tokens in `stream`, which was made from `rows`. Tokens with weight 0 were not
+    part of the update and are left out. The ledger stores runs instead of tokens, because most recipes give all tokens
+    in a call the same weight.
     """
     weight = weights.numpy()
     offset = np.concatenate([row.offset for row in rows]) if rows else np.empty(0, np.int32)
@@ -141,7 +144,7 @@ def weighed(rows: Sequence[Row], stream: Stream, weights: torch.Tensor) -> list[
 
 
 def ranges_of(row: Row, chosen: NDArray[np.bool_]) -> list[Range]:
-    """Return the row's own tokens where `chosen` (n,) is True, as ranges of consecutive tokens in a call."""
+    """Return the own tokens that `chosen` (n,) bool marks, as ranges of consecutive tokens in a call."""
     at = np.flatnonzero(chosen)
     c, o = row.call[at], row.offset[at]
     return [(row.tape, row.calls[c[a]], int(o[a]), int(o[b]) + 1) for a, b in _runs(c, o, c)]

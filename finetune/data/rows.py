@@ -1,8 +1,9 @@
-"""Turns a tape into rows. A row is a token sequence that a trainer forwards, with the agent's own tokens marked.
+"""Turns a tape into rows. A row is a token sequence for a forward pass. Its own tokens, which the agent produced, are
+marked. All other tokens are context.
 
-A call that extends an earlier call continues that call's row, so an episode of n turns costs O(tokens), not O(n
-tokens). Any other call starts a new row, with the call's prompt as context. Exactly one row trains on each completion,
-because a second row would double its weight in the loss.
+If a model call extends an earlier one, it continues the row of the earlier call. So an episode of n turns costs
+O(tokens), not O(n tokens). Any other call starts a new row, with the call's prompt as context. Each completion is
+trained in exactly one row, because a second row would double its weight in the loss.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ IGNORED = -100
 
 
 class Observations:
-    """The observations that the turns of a tape answered, shared by all rows of the tape.
+    """Digests of the observations to which the agent responded in each turn of a tape. All rows of the tape share them.
 
-    Most recipes don't read them. Their digests are computed when they are first read or sent to another process.
+    The digests are computed when they are first read or sent to another process, because most recipes don't read them.
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -45,7 +46,7 @@ class Observations:
 
     @cached_property
     def digests(self) -> tuple[str | None, ...]:
-        """For each turn, the digest of the newest observation at the start of the turn, or None before the first
+        """For each turn, the digest of the newest observation when the turn began, or None before the first
         observation. Equal digests mean equal observations."""
         found: list[str | None] = []
         newest, at, entries = None, 0, self._tape.entries
@@ -61,22 +62,25 @@ class Observations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One token sequence. Its columns cover only its n *own* tokens, in order of position."""
+    """One token sequence of L tokens. The columns below describe only its n *own* tokens, in order of position."""
 
     tape: str
     group: str
     input_ids: NDArray[np.int32]
     """(L,) all tokens: prompt, observations and completions."""
     own: NDArray[np.int32]
-    """(n,) positions of the own tokens in `input_ids`. An agent in this run produced these tokens. No position is 0."""
+    """(n,) positions of the own tokens in `input_ids`. An agent produced these tokens in this episode. No position is
+    0, because nothing predicts the first token of a row."""
     old: NDArray[np.float32]
-    """(n,) log-prob at sampling, log softmax(logits / temperature). It is NaN if the log-prob is unknown (authored
-    text) or the token was drawn from another distribution (temperature 0, top-p, top-k). Tokens with NaN can be used
-    for imitation, but not for RL."""
+    """(n,) log-prob at sampling, log softmax(logits / temperature).
+
+    It is NaN if it is unknown (authored text), or if the token was drawn from another distribution (temperature 0,
+    top-p, top-k). Tokens with NaN can be used for imitation, but not for RL.
+    """
     temperature: NDArray[np.float32]
     """(n,) temperature at which each token was sampled, 1 where `old` is NaN."""
     version: NDArray[np.int32]
-    """(n,) index into `versions`, -1 for authored text."""
+    """(n,) index into `versions`: the version of the policy that sampled the token. -1 for authored text."""
     call: NDArray[np.int32]
     """(n,) index into `calls`."""
     turn: NDArray[np.int32]
@@ -88,34 +92,35 @@ class Row:
     agents: tuple[str, ...]
     """Path of the agent that made each call, aligned to `calls`."""
     observations: Observations | None = field(default=None, compare=False, repr=False)
-    """The observations that the tape's turns answered. None if the row doesn't come from a tape."""
+    """Digests of the observations in the tape's turns. None if the row doesn't come from a tape."""
     replies: tuple[str | None, ...] = ()
     """Text of each call's answer, aligned to `calls`. A call without text has None. The tuple is empty if the row
     doesn't come from a tape."""
     versions: tuple[str, ...]
     bars: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(tokens, ids) for each call. The sampler excluded `ids` while it drew the first `tokens` tokens of the
-    completion. Empty if no call excluded any ids."""
+    """Token ids that the sampler could not draw, as (tokens, ids) for each call. It excluded `ids` from the first
+    `tokens` tokens of the completion. Empty if no call excluded any ids."""
     teacher: NDArray[np.float32] | None = None
-    """(n,) log-prob under a teacher behind an engine, or None if the teacher wasn't asked."""
+    """(n,) log-prob under a teacher that an engine serves, or None without such teachers."""
     episode: str = ""
-    """Name of the `Episode` that gives the tokens their reward. If empty, this is the tape's own episode."""
+    """Name of the `Episode` whose reward trains the tokens. If empty, the name is the tape's id."""
     places: tuple[Place, ...] = ()
     """The parts of `input_ids` that stand for pictures, in order."""
     file: Callable[[str], bytes] | None = field(default=None, compare=False, repr=False)
-    """Function that reads a picture's PNG by its file name in `places`. It blocks. None if the row has no pictures."""
+    """Function that returns a picture's PNG for its file name in `places`. It blocks. None if the row has no
+    pictures."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
     @property
     def taught_by(self) -> str:
-        """Name of the `Episode` that the row belongs to."""
+        """Name of the `Episode` whose reward trains the tokens of the row."""
         return self.episode or self.tape
 
     def where(self, keep: NDArray[np.bool_] | NDArray[np.intp]) -> Row:
-        """Return the row with only the own tokens that `keep` selects. The other own tokens become context. `keep` is a
-        mask (n,) or indices."""
+        """Return the row with fewer own tokens. `keep`, a mask (n,) or indices, selects them. The other own tokens
+        become context."""
         own = {
             name: getattr(self, name)[keep]
             for name in ("own", "old", "temperature", "version", "call", "turn", "offset")
@@ -123,15 +128,19 @@ class Row:
         return replace(self, **own)
 
     def barred(self, wanted: NDArray[np.integer], first: int = 0) -> NDArray[np.int64]:
-        """Return the pairs (m, 2) of (first + k, id), one for each id that the sampler excluded when it drew the own
-        token `wanted[k]`."""
+        """Return the ids that the sampler excluded when it drew the own tokens with indices `wanted`.
+
+        They are returned as pairs (m, 2) of (first + k, id), one pair for each id excluded at the token `wanted[k]`.
+        """
         bars = [(k, self.offset[i], *self.bars[self.call[i]]) for k, i in enumerate(wanted if self.bars else (), first)]
         pairs = [(k, id) for k, offset, tokens, ids in bars if offset < tokens for id in ids]
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
     def plain(self) -> NDArray[np.float32]:
-        """Return `old` (n,) with NaN for each token that was drawn while ids were excluded. A trainer needs this if it
-        can only score whole distributions."""
+        """Return `old` (n,) with NaN for each token that was drawn while ids were excluded.
+
+        This is for trainers that compute log-probs only over the whole vocabulary.
+        """
         old = self.old.copy()
         old[self.barred(np.arange(len(old)))[:, 0]] = np.nan
         return old
@@ -143,7 +152,8 @@ class Row:
         return np.array([repeated(tokens[start:end]) for start, end in pairwise(cuts)], dtype=np.int64)
 
     def reflections(self) -> NDArray[np.float64]:
-        """Return the number (calls,) of words of reflection in each call's text, NaN if the text is unknown."""
+        """Return the number (calls,) of words of reflection, such as "wait", in each call's text. NaN if the text is
+        unknown."""
         replies = self.replies or (None,) * len(self.calls)
         return np.array([np.nan if text is None else reflections(text) for text in replies], dtype=np.float64)
 
@@ -154,7 +164,7 @@ class Row:
         return labels
 
     def aligned(self, column: NDArray[np.floating], fill: float = float("nan")) -> NDArray[np.floating]:
-        """Return the column (n,) spread along `input_ids` (L,), with `fill` at all other tokens. NaN means unknown."""
+        """Return a column of the own tokens (n,) as a column of all tokens (L,), with `fill` at all other tokens."""
         values = np.full(len(self.input_ids), fill, dtype=np.result_type(column.dtype, np.float32))
         values[self.own] = column
         return values
@@ -164,9 +174,11 @@ class Row:
 def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Renderer | None = None) -> list[Row]:
     """Return the rows of a closed tape.
 
-    `agents` are the paths of the agents with own tokens, or None for all. Completions of other agents are context.
-    `renderer` tokenizes the text of calls that recorded no token ids (a scripted agent, an API). Without a renderer,
-    these calls raise NotATape. Tokens that a fork inherited are context, because they belong to the parent.
+    `agents` are the paths of the agents whose tokens are own tokens, or None for all. Completions of other agents are
+    context. Tokens that a fork inherited from its parent are context too, because the parent's rows have them.
+
+    `renderer` tokenizes calls for which only text was recorded (a scripted agent, an API). Without a renderer, such
+    calls raise NotATape.
     """
     tokens = {layer.call: layer for layer in tape.layers if isinstance(layer, Tokens)}
     labels = {layer.call: layer for layer in tape.layers if isinstance(layer, Label)}
@@ -203,8 +215,9 @@ def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Rendere
 
 
 def _unread(tape: Tape) -> dict[str, int]:
-    """Return the turn of each of the tape's own calls. The call's position in the log gives the turn. Nothing else
-    shows the turn of a call without a parsed step."""
+    """Return the turn of each call of the tape, which follows from the call's position in the log. For a call without a
+    parsed step, nothing else shows the turn.
+    """
     begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
     starts = [cut.records for cut in tape.log.cuts[begun:]]
     return {call.call: begun + max(0, bisect_right(starts, at) - 1) for at, call in tape.log.call_order}
@@ -215,10 +228,11 @@ def _content_digest(step: Step) -> str:
 
 
 def _parents_first(calls: list[Call], labels: dict[str, Label]) -> list[tuple[Call, str | None]]:
-    """Return each call with the id of the call that it continues, in recorded order. A parent that a label names is
-    moved before its call.
+    """Return each call with the id of the call that it continues, its parent, or None.
 
-    If a label excludes a call and no call continues it, the call is left out. Otherwise it would take over its parent's
+    The calls are in recorded order, but a parent that a label names is moved before its call.
+
+    If a label excludes a call and no other call continues it, it is left out. Otherwise it would take over its parent's
     row."""
     after = {name: label.after for name, label in labels.items() if label.after is not None}
     bases = {call.call: after.get(call.call, call.base) for call in calls}
@@ -241,8 +255,10 @@ def _parents_first(calls: list[Call], labels: dict[str, Label]) -> list[tuple[Ca
 
 
 def _whole(tape: Tape, call: Call) -> tuple[array[int], tuple[Place, ...]]:
-    """Return all prompt ids of a call, and the pictures in them. A call that keeps nothing from its base has recorded
-    its prompt in full."""
+    """Return all prompt ids of a call, and the pictures in them.
+
+    A call may record only the difference between its prompt and an earlier call. Its prompt is then put together here.
+    """
     if call.prompt is not None and not call.keep:
         return call.prompt, call.places
     return tape.call_prompt(call), tape.call_places(call)
@@ -251,8 +267,11 @@ def _whole(tape: Tape, call: Call) -> tuple[array[int], tuple[Place, ...]]:
 def _continuation(
     call: Call, prompt: array[int] | None, places: Sequence[Place], row: _Building | None
 ) -> array[int] | None:
-    """Return the prompt ids that `call` adds to the row of its base. Return None if the prompt doesn't begin with all
-    tokens of this row, and with the same pictures at the same places."""
+    """Return the prompt ids that `call` adds to `row`, or None if the call doesn't continue this row.
+
+    A call continues a row if its prompt begins with all tokens of the row, and has the same pictures at the same
+    places.
+    """
     if row is None:
         return None
     if prompt is None:
@@ -264,8 +283,8 @@ def _continuation(
 def _tokens_of(
     tape: Tape, call: Call, layers: dict[str, Tokens], renderer: Renderer | None
 ) -> tuple[array[int] | None, array[int], tuple[Place, ...]]:
-    """Return prompt ids, completion ids and pictures. The prompt is None if the call recorded it, in full or as a
-    delta."""
+    """Return a call's prompt ids, completion ids and pictures. The prompt is None if the call itself recorded its token
+    ids."""
     if call.completion is not None and call.prompt is not None:
         return None, call.completion, call.places
     layer = layers.get(call.call)
@@ -286,7 +305,7 @@ def _tokens_of(
 
 
 def _temperatures(sampling: Sampling, offsets: NDArray[np.int32]) -> tuple[tuple[int, float], ...]:
-    """Return pairs (tokens, temperature) for a completion's own tokens."""
+    """Return the temperatures of a completion's own tokens as pairs (number of tokens, temperature), in order."""
     n = len(offsets)
     if sampling.first_temperature is None:
         return ((n, sampling.temperature),)
@@ -301,10 +320,10 @@ class _Building:
     offset: list[NDArray[np.int32]] = field(default_factory=list)
     old: list[NDArray[np.float32]] = field(default_factory=list)
     columns: list[tuple[int, float, int, int]] = field(default_factory=list)
-    """(number of tokens, temperature, index of call, turn). A completion has one entry, or one for its first token and
-    another for the rest."""
+    """(number of tokens, temperature, index of call, turn). A completion has one entry, or two if its first token has
+    another temperature."""
     version: list[tuple[int, int]] = field(default_factory=list)
-    """(number of tokens, index of version) for each span."""
+    """(number of tokens, index of version) for each span of tokens that one version sampled."""
     calls: list[str] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     bars: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)

@@ -1,7 +1,7 @@
-"""Sums, means and extremes over segments of a packed column, and the recurrence for credit assignment.
+"""Sums, means and extremes over the segments of a column, and the recurrence for credit assignment.
 
-All functions are pure. Each element has the index of its segment, so the elements may be in any order, except in
-`recur`.
+A segment is a set of elements with the same index in `segment`, such as the tokens of one episode. The elements may be
+in any order, except in `recur`. All functions are pure.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def extremes(x: Tensor, segment: Tensor, n: int) -> tuple[Tensor, Tensor]:
 def recur(x: Tensor, decay: Tensor) -> Tensor:
     """Return y, where y[t] = x[t] + decay[t] * y[t + 1], with 0 after the last element. A decay of 0 ends a segment.
 
-    Each pass doubles the number of elements that y[t] covers, so the number of passes is logarithmic in the length of
-    the longest segment. If |decay| <= 1, no factor grows. Elements outside a segment are only multiplied by an exact 0.
+    Each pass doubles the number of elements that are added up in y[t], so the number of passes is logarithmic in the
+    length of the longest segment. If |decay| <= 1, no factor grows. Elements of other segments are multiplied by an
+    exact 0.
     """
     y, carry, step = x.clone(), decay.clone(), 1
     while step < len(x) and bool(carry.any()):

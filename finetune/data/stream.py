@@ -1,8 +1,8 @@
-"""The stream: the own tokens of a batch in packed 1-D columns, with id columns and small tables.
+"""The stream: the own tokens of a batch in packed 1-D columns, with tables of its episodes and turns.
 
-A stream contains only the agents' own tokens. It has no masks and no padding, so misaligned columns, means over padding
-and 0/0 can't occur. An unknown number is NaN, so that it is noticed instead of counting as 0. Tokens are in the order
-of the rows. `Stream.time` orders each episode's tokens by turn, whichever rows hold them.
+A stream contains only the tokens that agents produced. It has no masks and no padding, so misaligned columns, means
+over padding and 0/0 can't occur. An unknown number is NaN, so that it is noticed instead of counting as 0. Tokens are
+in the order of the rows. `Stream.time` gives the order in time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BadBatch(TapereelError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """The objective's view of one tape, which may have any number of rows."""
+    """One episode with its reward, as the objective uses it. An episode may have any number of rows."""
 
     tape: str
     """The tape's id, or `id#path` for one agent's part of the tape."""
@@ -45,21 +45,23 @@ class Episode:
     status: Status = Status.FINISHED
     cause: CauseType | None = None
     bootstrap: float | None = None
-    """Value of the state at which the episode was cut off. If None, the critic's value is used, or 0 without a
+    """Value of the last state, if the episode was cut off. If None, the critic's value is used, or 0 without a
     critic."""
     length: int | None = None
-    """Number of tokens that count towards the length limit. If None, the own tokens in the batch are counted."""
+    """Length of the episode in tokens, which a length penalty reads. If None, the own tokens in the batch are
+    counted."""
     fork: str | None = None
-    """Name of the turn at which this episode was forked from its parent. Forks of the same turn share this name."""
+    """For a fork, the name of the turn at which it continues its parent episode. Forks of one turn share this name."""
     alone: Mapping[str, Sequence[float] | NDArray[np.floating]] = field(default_factory=dict)
-    """The rewards that one agent alone gets in each turn (components `name@path`), by its path. `reward` includes
-    them."""
+    """By the agent's path: the rewards that this agent alone gets in each turn (components `name@path`). `reward`
+    includes them."""
     shared: Sequence[float] | NDArray[np.floating] | None = None
     """The rewards that all agents share in each turn. None if they share none."""
     kept_out: tuple[tuple[str, str, int, int], ...] = ()
     """(tape, call, start, end) of the completions that a label excludes. They are context in every row."""
     pin: tuple[str, ...] = ()
-    """Digest of the tape, then of each layer that it was read with. Empty if the episode doesn't come from a tape."""
+    """The content of the tape as a list of digests (`provenance.Pin`). Empty if the episode doesn't come from a
+    tape."""
 
     @property
     def trains(self) -> bool:
@@ -77,18 +79,18 @@ class Episodes:
     trains: Tensor
     """(E,) bool: whether the status allows training."""
     cut: Tensor
-    """(E,) bool: whether truncation or a limit ended the episode, so that its return continues with a bootstrap value.
-    An error in the agent's code is a terminal end."""
+    """(E,) bool: whether the episode was cut off by truncation or a limit, so that its return continues with a
+    bootstrap value. An error in the agent's code counts as a regular end."""
     bootstrap: Tensor
-    """(E,) float64: the given value of the state after the end, 0 if the end is terminal, NaN if the value is
+    """(E,) float64: `Episode.bootstrap`, the value of the last state. It is 0 for a regular end, and NaN if it is
     unknown."""
     length: Tensor
     """(E,) int64 number of tokens, as in `Episode.length`."""
     group: Tensor
     """(E,) int64 index into `groups`."""
     fork: Tensor
-    """(E,) int64: forks of the same turn have the same number. In a group, all episodes that aren't forks also share a
-    number."""
+    """(E,) int64: number of the set of episodes that a baseline compares with `by = fork`. Forks of one turn are a set,
+    and so are all episodes of a group that aren't forks."""
     groups: tuple[str, ...]
     components: tuple[Mapping[str, float], ...]
 
@@ -102,12 +104,12 @@ class Turns:
     episode: Tensor
     """(N,) int64 index of the turn's episode."""
     numbers: Callable[[], Tensor] = field(compare=False, repr=False)
-    """Computes `answered`, which most recipes don't read."""
+    """Function that computes `answered`. It is called only if a recipe reads `answered`."""
 
     @cached_property
     def answered(self) -> Tensor:
-        """(N,) int64: a number for the observation that the turn answered. Equal observations have equal numbers. It is
-        -1 if the observation is unknown or the turn has no own tokens."""
+        """(N,) int64: a number for the observation to which the agent responded in the turn. Equal observations have
+        equal numbers. The number is -1 if the observation is unknown or the turn has no own tokens."""
         return self.numbers()
 
 
@@ -150,9 +152,11 @@ class Stream:
     value: Tensor | None = None
     """(T,) the critic's value of the state before the token, or None without a critic."""
     after: Tensor | None = None
-    """(T,) the critic's value of the state after the token. NaN where `ends` is False. None without bootstrapping."""
+    """(T,) the critic's value of the state after the token. It is only known at tokens in `ends`, and NaN elsewhere.
+    None without bootstrapping."""
     fresh: Tensor | None = None
-    """(T,) bool: True if the weights before the update sampled the token. None means True for all tokens."""
+    """(T,) bool: True if the token was sampled with the weights that the update begins with. None means True for all
+    tokens."""
 
     def __len__(self) -> int:
         return len(self.token)
@@ -164,13 +168,12 @@ class Stream:
 
     @cached_property
     def time(self) -> Tensor:
-        """(T,) permutation that orders the tokens by episode, and within an episode by turn, then by row and
-        position."""
+        """(T,) indices of the tokens in the order of time: by episode, then by turn, then by row and position."""
         return torch.argsort(self.turn, stable=True)
 
     @cached_property
     def following(self) -> Tensor:
-        """(T,) int64 index of the episode's next token in time, -1 for the episode's last token."""
+        """(T,) int64 index of the token that comes next in the same episode, or -1 after the last one."""
         now, then = self.time[:-1], self.time[1:]
         found = torch.full_like(self.time, -1)
         found[now] = torch.where(self.episode[now] == self.episode[then], then, -1)
@@ -178,14 +181,15 @@ class Stream:
 
     @property
     def ends(self) -> Tensor:
-        """(T,) bool: whether the token is the last of an answer. For an episode's last answer, this is True only if the
+        """(T,) bool: whether the token is the last one of an answer. The last answer of an episode counts only if the
         episode was cut off."""
         follows = self.following
         return torch.where(follows < 0, self.episodes.cut[self.episode], self.call[follows] != self.call)
 
     @property
     def beyond(self) -> Tensor:
-        """(E,) float64 value of the state after each episode's end, 0 for a terminal end, NaN if it is unknown."""
+        """(E,) float64: value of each episode's last state, given or from the critic. It is 0 for a regular end, and
+        NaN if it is unknown."""
         given, last = self.episodes.bootstrap, (self.following < 0).nonzero()[:, 0]
         if self.after is None:
             return given
@@ -201,7 +205,7 @@ class Stream:
 
     @classmethod
     def of(cls, rows: Sequence[Row], episodes: Sequence[Episode], *, dtype: torch.dtype = torch.float32) -> Stream:
-        """Return the stream of the own tokens in `rows`. In each row, `taught_by` names the episode."""
+        """Return the stream of the own tokens in `rows`. `row.taught_by` names the row's episode in `episodes`."""
         index = {episode.tape: i for i, episode in enumerate(episodes)}
         if len(index) != len(episodes):
             twice = next(e.tape for i, e in enumerate(episodes) if index[e.tape] != i)
@@ -248,7 +252,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class _Interned(Generic[K]):
-    """Numbers names in the order of their first appearance."""
+    """Gives each new name the next number, beginning with 0."""
 
     def __init__(self) -> None:
         self.names: dict[K, int] = {}
@@ -275,7 +279,7 @@ def _logprobs(rows: Sequence[Row], dtype: torch.dtype) -> Tensor:
 
 
 def impossible(old: Tensor) -> Tensor:
-    """Return a mask of the numbers that can't be log-probs of sampled tokens. NaN (unknown) isn't one of them."""
+    """Return a mask of the values that can't be log-probs of sampled tokens. NaN means unknown and isn't marked."""
     return (old > LOGPROB_SLACK) | old.isinf()
 
 
@@ -306,8 +310,8 @@ def _turns(rows: Sequence[Row], of_row: NDArray, episodes: Sequence[Episode]) ->
 
 
 def _answered(rows: Sequence[Row], first: NDArray, turns: int) -> Tensor:
-    """Return the number (turns,) of the observation that each turn answered. `first` (rows,) is the number of the first
-    turn in each row's episode."""
+    """Return `Turns.answered` for `turns` turns. `first` (rows,) is the index of the first turn in each row's
+    episode."""
     found, numbers = torch.full((turns,), -1), _Interned[str]()
     for row, start in zip(rows, first, strict=True):
         if row.observations is None:

@@ -1,4 +1,5 @@
-"""adjust: changes the per-token advantages after credit. The adjustments apply in the order of the list.
+"""adjust: changes the advantages of the tokens, after `credit` has computed them. Several adjustments apply in the
+order in which the recipe lists them.
 
     whiten  A = (A - m) / s over the tokens of the batch:  s = sqrt(max(var, eps))  (how = floor)
                                                             s = sqrt(var) + eps      (how = add)
@@ -27,13 +28,16 @@ class Adjust(Term):
     """Base class of all adjustments. Derive from it to write your own adjustment."""
 
     def __call__(self, a: Tensor, entered: Tensor, stream: Stream, context: Context) -> Tensor:
-        """Return the adjusted advantages (T,) float64. The caller then sets them to 0 for tokens that don't enter."""
+        """Return the adjusted advantages (T,) float64.
+
+        `a` (T,) are the advantages so far. `entered` (T,) bool marks the tokens that enter the update. The caller sets
+        the result to 0 at all other tokens.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define the adjusted advantages there")
 
 
 class Whiten(Adjust):
-    """Shifts the advantages of the tokens that enter to mean 0. Without `centre_only`, also scales them to standard
-    deviation 1."""
+    """Shifts and scales the advantages of the tokens that enter to mean 0 and deviation 1, or only shifts them."""
 
     kind: Literal["whiten"] = "whiten"
     ddof: Literal[0, 1] = 0
@@ -47,7 +51,7 @@ class Whiten(Adjust):
 
     def __call__(self, a: Tensor, entered: Tensor, stream: Stream, context: Context) -> Tensor:
         n, mean, square = context.mean_and_square(a[entered])
-        # Equal advantages leave only rounding error in `square`, which the division would scale to size 1 (see
+        # If all advantages are equal, `square` has only rounding error, which the division would scale to size 1 (see
         # baseline.py).
         if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:
             return torch.zeros_like(a)
@@ -78,11 +82,12 @@ class Relu(Adjust):
 
 
 class GroupWeights(Adjust):
-    """Weighs groups, so that groups without spread (all rewards are equal) don't make the update smaller."""
+    """Gives other groups a larger weight to make up for groups without spread, in which all rewards are equal."""
 
     kind: Literal["groups"] = "groups"
     flat: float = Field(default=1.0, ge=0)
-    """Weight of a group without spread (most baselines make its advantages 0 anyway). Regularisers aren't weighted."""
+    """Weight of the advantages in a group without spread. Most baselines make these advantages 0 anyway. The weight
+    doesn't apply to regularisers."""
     cap: float = Field(default=3.0, gt=0)
     """Largest weight of a group with spread."""
 
@@ -90,8 +95,8 @@ class GroupWeights(Adjust):
         return a * self.weights(stream, context).to(a.dtype)[stream.group]
 
     def weights(self, stream: Stream, context: Context) -> Tensor:
-        """Return the weights (G,) float64 of the groups. Groups are counted over all ranks, so that all ranks agree on
-        the weights."""
+        """Return the weight of each group, (G,) float64. The groups of all ranks are counted, so every rank computes
+        the same weights."""
         table = stream.episodes
         scored = table.trains & ~table.reward.isnan()
         seen = torch.zeros(len(table.groups), dtype=torch.bool)

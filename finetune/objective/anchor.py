@@ -1,4 +1,5 @@
-"""anchor: the log-prob in the denominator of the ratio, and the correction for differences between sampler and trainer.
+"""anchor: the log-prob in the denominator of the ratio, and a weight that corrects for the difference between the
+sampler and the policy at the start of the update.
 
     sampler     ratio = exp(lp - old)
     recomputed  ratio = exp(lp - prox), prox = log-prob under the weights at the start of the update; the loss is
@@ -7,10 +8,12 @@
                     truncate  min(i, high)
                     mask      i where low <= i <= high, else 0
 
-Each token, turn or episode (`per`) has one i. For a turn or an episode, i is the geometric mean (combine = mean) or the
-product (combine = sum) of its tokens' i. The product over a long episode is often out of bounds, so watch the metrics
-`importance/truncated` and `importance/masked`. A token that `mask` drops still counts in T. i carries no gradient. With
-one update per rollout batch, prox is lp itself, without gradient, and needs no extra forward pass.
+`per` decides whether each token, each turn or each episode has one i. For a turn or an episode, i is the geometric mean
+(combine = mean) or the product (combine = sum) of its tokens' i. The product over a long episode is often out of
+bounds, so watch the metrics `importance/truncated` and `importance/masked`. i carries no gradient.
+
+A token that `mask` drops still counts in T, the number of tokens that divides the loss. With one update per rollout
+batch, prox is lp itself, without gradient, and needs no extra forward pass.
 """
 
 from __future__ import annotations
@@ -30,15 +33,16 @@ Per = Literal["token", "turn", "episode"]
 
 
 class Anchor(Term):
-    """The log-prob in the denominator of ratios."""
+    """Which log-prob is the denominator of the ratio, and how the importance weight is bounded."""
 
     to: Literal["sampler", "recomputed"] = "sampler"
-    """The log-prob in the ratio's denominator. `sampler` takes the recorded one. `recomputed` takes one that the
-    trainer computes."""
+    """The log-prob in the ratio's denominator. `sampler` is the log-prob that was recorded at sampling. `recomputed` is
+    the log-prob under the weights at the start of the update, which the trainer computes."""
     weight: Literal["none", "truncate", "mask"] = "none"
-    """How the importance weight (only with `recomputed`) is bounded. With `none`, tokens have no importance weight."""
+    """How the importance weight exp(recomputed - recorded log-prob) is bounded. It is only used with `recomputed`. With
+    `none`, the loss has no importance weight."""
     per: Per = "token"
-    """The unit that shares one importance weight."""
+    """Whether each token, turn or episode has one importance weight."""
     combine: Literal["mean", "sum"] = "mean"
     """How the tokens' log-ratios are combined if `per` is turn or episode."""
     low: float = Field(default=0.0, ge=0)
@@ -61,8 +65,10 @@ class Anchor(Term):
         return self.weight == "none" or self.per == "token"
 
     def __call__(self, lp: Tensor, index: Tensor, stream: Stream, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Return the anchor log-probs (n,) of the tokens `index` (n,), and their importance weights (n,) or None. `lp`
-        (n,) are the current log-probs."""
+        """Return the anchor's log-probs (n,) and the importance weights (n,) of the tokens `index` (n,).
+
+        `lp` (n,) are the current log-probs of these tokens. The importance weights are None if the recipe has none.
+        """
         old = stream.old[index].to(lp.dtype)
         if self.to == "sampler":
             return old, None
@@ -82,9 +88,10 @@ class Anchor(Term):
 
 
 def over_unit(x: Tensor, per: Per, index: Tensor, stream: Stream, combine: str = "mean") -> Tensor:
-    """For each token in `index` (n,), return the mean or sum (n,) of `x` (n,) over the token's turn or episode.
+    """Return, for each token in `index` (n,), the mean or the sum (n,) of `x` (n,) over its turn or episode.
 
-    `index` must hold all entering tokens of each turn or episode. Otherwise the mean covers only a part of it.
+    `x` has one value per token. `index` must hold all tokens of a turn or episode that enter the update. Otherwise the
+    mean would cover only some of them.
     """
     if per == "token":
         return x

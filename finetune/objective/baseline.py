@@ -1,5 +1,5 @@
-"""baseline: what is subtracted from a reward. y is the advantage of a unit (an episode, or a turn if rewards are per
-turn).
+"""baseline: turns rewards into advantages by comparing each reward with others. x is the reward of a unit, and y its
+advantage. A unit is an episode, or a turn if rewards are per turn.
 
     none       y = x
     mean       y = x - m
@@ -11,11 +11,10 @@ m (mean), s (standard deviation) and n (count) are taken over the units in one g
 from one fork point (by = fork) or the whole batch (by = batch). Units are grouped by id, never by position. An unscored
 unit is in no group.
 
-1. If all values in a group are equal, all its advantages are exactly 0. The test compares the values themselves. s may
-   be a rounding error instead of 0, and a division by s + eps would magnify it.
+1. If all rewards in a group are equal, all its advantages are exactly 0. The rewards are compared with each other,
+   because s may be a rounding error instead of 0. A division by s + eps would then magnify this error.
 2. The advantage in a group of one is exactly 0 (except with `none`), because there is no other unit to compare with.
-3. Episodes are the units by default. If the units are turns (`reward: per = turn`), a longer episode has more weight in
-   m and s.
+3. If the units are turns (`reward: per = turn`), an episode with more turns has more weight in m and s.
 """
 
 from __future__ import annotations
@@ -34,17 +33,21 @@ class Baseline(Term):
     """Base class of all baselines. Derive from it to write your own baseline."""
 
     by: Literal["group", "fork", "batch"] = "group"
-    """The set of units whose rewards are compared with each other."""
+    """Which rewards are compared with each other: all in a `group`, the continuations from one `fork` point, or the
+    whole `batch`."""
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
-        """Return the advantages (U,) float64 for the rewards `x` (U,), one per episode or per turn.
+        """Return the advantages (U,) float64 for the rewards `x` (U,). There is one reward for each episode, or for
+        each turn.
 
-        `x` and the result are 0 where `scored` (U,) is False."""
+        `scored` (U,) bool marks the episodes or turns that have a reward. Elsewhere, `x` and the result are 0."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define the advantage of each reward there")
 
     def owner(self, units: int, stream: Stream) -> Tensor:
-        """For each unit, return the index (U,) int64 of its set: the group, fork point or batch in which it is
-        compared."""
+        """Return, for each unit, the index (U,) int64 of the set in which its reward is compared.
+
+        A unit is an episode or a turn, and `units` is their number U. A set is a group, a fork point or the batch.
+        """
         if self.by == "batch":
             return torch.zeros(units, dtype=torch.int64)
         of_episode = stream.episodes.group if self.by == "group" else stream.episodes.fork
@@ -55,7 +58,7 @@ class GroupBaseline(Baseline):
     """Subtracts the mean of the compared rewards from each reward, and may divide by a standard deviation."""
 
     kind: Literal["none", "mean", "loo", "std", "batch_std"] = "std"
-    """The comparison, as listed above."""
+    """How rewards are compared, as listed above."""
     eps: float = 1e-9
     """Added to the standard deviation."""
     ddof: Literal[0, 1] = 1
@@ -99,8 +102,8 @@ class GroupBaseline(Baseline):
         """Compare over the whole batch, across all ranks."""
         n, mean, square = context.mean_and_square(x)
         y = x - mean
-        # Equal values leave only rounding error in `square`, which a division by s would scale to advantages of size 1.
-        # The bound is the rounding error of n float64 additions, relative to the mean.
+        # If all rewards are equal, `square` has only rounding error, which a division by s would scale to advantages of
+        # size 1. The bound is the rounding error of n float64 additions, relative to the mean.
         if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:
             return torch.zeros_like(y)
         match self.kind:
@@ -119,7 +122,10 @@ AnyBaseline = Annotated[Baseline, Kinds(GroupBaseline)]
 
 
 def flat_groups(x: Tensor, scored: Tensor, group: Tensor, n: int) -> Tensor:
-    """Return a mask (n,) of the groups in which all scored units have the same reward, and of the groups without scored
-    units."""
+    """Return a mask (n,) that is True for each flat group: all rewards in it are equal, or it has no reward.
+
+    `x` are the rewards, `scored` marks the rewards that count, and `group` has the index of each reward's group, from 0
+    to n - 1.
+    """
     low, high = segments.extremes(x[scored], group[scored], n)
     return low >= high

@@ -5,14 +5,15 @@
     gae        delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lambda A_{t+1}
 
 y is the advantage of a unit. r_t is y at the unit's last own token and 0 elsewhere, plus the penalty of the shape
-`token_kl`. The time steps of an episode are its own tokens, in the order of turns. The environment's tokens between two
-turns are not time steps, so no discount applies there, and the recurrence continues across them. With clock = turn,
-each turn is one step: r is the sum over the turn, V is the value before its first token, and all its tokens get the
-result.
+`token_kl`.
 
-After the last step, V is 0 if the episode terminated. If the episode was cut off (truncated, or stopped at a limit),
-this V is the episode's `bootstrap`, or else the critic's value of the state after the last own token. The critic's
-target at each step is A + V.
+The time steps of an episode are its own tokens, in the order of turns. The environment's tokens between two turns are
+not time steps: they aren't discounted, and the recurrence skips them. With clock = turn, each turn is one step. Then r
+is the sum over the turn, V is the value before the turn's first token, and all tokens of the turn get the result.
+
+V after the last step is 0 if the episode terminated. If the episode was cut off (truncated, or stopped at a limit), V
+is the episode's `bootstrap`. Without a `bootstrap`, it is the critic's value of the state after the last own token. The
+critic's target at each step is A + V.
 """
 
 from __future__ import annotations
@@ -32,44 +33,46 @@ class Credit(Term):
 
     @property
     def needs_value(self) -> bool:
-        """True if the credit uses `stream.value`, a critic's value for each token."""
+        """True if the credit needs a critic, which puts a value for each token into `stream.value`."""
         return False
 
     @property
     def bootstraps(self) -> bool:
-        """True if the credit uses `stream.beyond`, a critic's value for each state at which an episode was cut off."""
+        """True if an episode that was cut off continues with a critic's value of its last state (`stream.beyond`)."""
         return False
 
     @property
     def takes_penalty(self) -> bool:
-        """True if the credit adds `penalty` (the per-token rewards from the shape `token_kl`) to the rewards."""
+        """True if the credit accepts a `penalty`: rewards for single tokens, from the shape `token_kl`."""
         return False
 
     def __call__(
         self, y: Tensor, penalty: Tensor | None, stream: Stream, context: Context
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the advantages (T,) float64, and the targets (T,) for a critic or None.
+        """Return the advantage of each token, (T,) float64, and a critic's targets (T,), or None without a critic.
 
-        `y` (U,) are the advantages of the units. `penalty` (T,) are rewards to add to the tokens, or None. All must be
-        finite (y = 0 for an unscored unit): a recurrence would carry a NaN to every earlier token of the episode.
+        `y` (U,) are the advantages of the units, which are episodes or turns. It is 0 for a unit without a reward.
+        `penalty` (T,) are rewards to add to the tokens, or None. All values must be finite, because a recurrence would
+        carry a NaN to every earlier token of the episode.
         """
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define the advantage of each token there")
 
 
 class TimeCredit(Credit):
-    """How a unit's advantage is spread over its tokens."""
+    """Spreads the advantage of an episode or a turn over its tokens, at once or through discounted returns or GAE."""
 
     kind: Literal["broadcast", "returns", "gae"] = "broadcast"
     """The estimator, as listed above."""
     clock: Literal["token", "turn"] = "token"
-    """The unit of one time step."""
+    """Whether a time step is a token or a whole turn."""
     gamma: float = 1.0
     """Discount per step."""
     lam: float = 1.0
     """GAE's lambda."""
     bootstrap: bool = True
-    """Whether an episode that was cut off continues with the value of the state at the cut (with `gae` and a reward per
-    turn). If False, the cut counts as a regular end, which is right for a limit that is part of the task."""
+    """Whether the return of an episode that was cut off continues with the critic's value of the state at the cut. This
+    requires `gae` and a reward per turn. If False, the cut counts as a regular end, which is right for a limit that is
+    part of the task."""
 
     @property
     def needs_value(self) -> bool:
@@ -92,8 +95,8 @@ class TimeCredit(Credit):
         reward = clock.place(y, stream)
         if penalty is not None:
             reward = reward + segments.total(penalty.to(reward.dtype), clock.step, len(reward))
-        # The decay is 0 at the last step of an episode. The recurrence runs over the packed batch, so without the 0 the
-        # return of one episode would flow into the episode before it.
+        # The recurrence runs over the packed batch. The decay is 0 at the last step of an episode, so that its return
+        # doesn't flow into the episode before it.
         decay = torch.full_like(reward, self.gamma).masked_fill(clock.last, 0.0)
         if self.kind == "returns":
             return segments.recur(reward, decay)[clock.step], None
@@ -118,7 +121,7 @@ AnyCredit = Annotated[Credit, Kinds(TimeCredit)]
 
 
 def unit_of_token(units: int, stream: Stream) -> Tensor:
-    """Return the unit (T,) of each token: its episode if there are as many units as episodes, otherwise its turn."""
+    """Return the index (T,) of each token's episode if there are as many units as episodes, otherwise of its turn."""
     return stream.episode if units == len(stream.episodes.tape) else stream.turn
 
 
@@ -131,17 +134,19 @@ class _Clock:
         self.episode = episode
         """(S,) index of each step's episode, non-decreasing."""
         self.first = first
-        """(S,) the first token of each step. The step has the value of this token."""
+        """(S,) index of the first token of each step. The critic's value of this token is the value of the step."""
         self.end_of_turn = end_of_turn
-        """(N,) for each turn, the last step of its episode up to the end of the turn, or -1 if it has none yet."""
+        """(N,) index of the last step at or before the end of each turn, in the same episode. -1 if there is none."""
         nxt = torch.cat([episode[1:], episode.new_full((1,), -1)]) if len(episode) else episode
         self.last = episode != nxt
         """(S,) bool: whether the step is the last of its episode."""
 
     def place(self, y: Tensor, stream: Stream) -> Tensor:
-        """Return the rewards (S,) of the steps. The y of a unit goes to the unit's last step.
+        """Return the rewards (S,) of the time steps. `y` has one reward per episode or per turn. It goes to the last
+        step at or before the end of this episode or turn.
 
-        A reward before the first own token has no step and is dropped, because no action of the agent caused it.
+        The reward of a turn before the first own token is dropped. It belongs to no step, and no action of the agent
+        caused it.
         """
         out = torch.zeros(len(self.episode), dtype=y.dtype)
         if len(y) == len(stream.episodes.tape):
@@ -165,8 +170,8 @@ def _clock(kind: str, stream: Stream) -> _Clock:
         opens[1:] = inverse[1:] != inverse[:-1]
         first = order[opens]
     episode = stream.episode[first]
-    # `turn` is sorted, so the search finds the last token at or before the end of each turn. That token may belong to
-    # an earlier episode: without the check on `episode`, the reward would reach the wrong episode.
+    # `turn` is sorted, so the search finds the last token at or before the end of each turn. This token may belong to
+    # an earlier episode, and the check on `episode` keeps the reward from this episode.
     until = torch.searchsorted(turn, torch.arange(len(stream.turns.reward)), right=True) - 1
     if not len(order):
         return _Clock(step, episode, first, until)

@@ -27,12 +27,12 @@ from .term import Term
 Estimator = Literal["k1", "k2", "k3"]
 
 STEEP = 20.0
-"""Exponent above which `exp` is linear, so that one token's wrong log-prob can't make the batch's loss infinite."""
+"""Exponent above which `exp` is linear. With this bound, a wrong log-prob of one token can't make the loss infinite."""
 
 
 def exp(x: Tensor) -> Tensor:
-    """Return e^x up to x = STEEP, and beyond it the tangent of e^x at STEEP. The gradient of a clamp would be 0
-    there."""
+    """Return e^x, or its tangent at STEEP for x above STEEP. A clamp would have gradient 0 there, and the tangent
+    doesn't."""
     return torch.exp(x.clamp(max=STEEP)) * (1 + (x - STEEP).clamp(min=0))
 
 
@@ -51,12 +51,14 @@ def estimate(kind: Estimator, lp: Tensor, ref: Tensor) -> Tensor:
 
 
 class Adaptive(Term):
-    """A proportional controller that keeps the KL near a target."""
+    """A proportional controller, which changes the coefficient of a KL after each update to keep the KL near a
+    target."""
 
     target: float = Field(gt=0)
     """The KL to keep, in nats per token."""
     horizon: float = Field(gt=0)
-    """Number of episodes over which the coefficient changes by at most 20 %."""
+    """Number of episodes in which the coefficient can change by at most 20 %. With a larger number, it changes more
+    slowly."""
 
     def next(self, beta: float, kl: float, episodes: int) -> float:
         """Return the coefficient for the next update. `kl` is the KL in this update, in nats per token. `episodes` is

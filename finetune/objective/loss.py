@@ -1,9 +1,11 @@
 """The objective computes one loss from a stream and a recipe, in two steps.
 
 `prepare` runs once per rollout batch, on whole groups. It computes everything that doesn't depend on the weights of the
-model: which tokens enter the update, and their advantages. `Part.loss` computes the loss of any subset of the tokens in
-an optimiser batch, loss = sum_t w_t l_t. The token weights w are fixed for the whole optimiser batch, so the losses and
-gradients of disjoint subsets (micro-batches, ranks) add up to the gradient of the whole batch.
+model: which tokens enter the update, and their advantages.
+
+`Part.loss` computes the loss of some tokens in an optimiser batch, loss = sum_t w_t l_t. The token weights w are fixed
+for the whole optimiser batch. So the losses and gradients of micro-batches and ranks add up to those of the whole
+batch.
 """
 
 from __future__ import annotations
@@ -34,17 +36,17 @@ class Batch:
     advantage: Tensor
     """(T,) float64 advantages, 0 for tokens that don't enter the update."""
     entered: Tensor
-    """(T,) bool: tokens that enter the update and count in the denominator of the weights."""
+    """(T,) bool: tokens that enter the update. The loss is normalised over these tokens."""
     selected: Tensor
     """(T,) bool: tokens that keep their loss under `select.entropy_top`."""
     target: Tensor | None
     """(T,) float64 targets for the critic, or None if the recipe has no critic."""
 
     def part(self, episodes: Tensor | None = None, add_up: Callable[[Tensor], Tensor] = lambda x: x) -> Part:
-        """Return the data for one optimiser step on the episodes where `episodes` (E,) bool is True, by default on all.
+        """Return the data for one optimiser step. `episodes` (E,) bool selects the episodes, by default all of them.
 
-        `add_up` sums a tensor over all ranks of the step, and every rank must call it. The denominator is the total
-        over all ranks, because the ranks' gradients are summed, not averaged.
+        `add_up` sums a tensor over all ranks of the step, and every rank must call it. The loss is divided by a total
+        over all ranks, because the gradients of the ranks are summed, not averaged.
         """
         entered = self.entered if episodes is None else self.entered & episodes[self.stream.episode]
         n = self.recipe.weigh.totals(self.stream, entered)
@@ -62,24 +64,24 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The batch of one optimiser step, in which the weight of each token's loss is fixed."""
+    """The part of a batch that one optimiser step trains on, with the weight of each token's loss."""
 
     batch: Batch
     weight: Tensor
-    """(T,) float64 w, the weight of each token's loss. It is 0 for tokens that are not in this part or not selected."""
+    """(T,) float64: the weight w of each token's loss. It is 0 for tokens that are not in this part or not selected."""
     entered: Tensor
-    """(T,) bool: tokens that enter the update and count in the denominator of the weights."""
+    """(T,) bool: tokens that enter the update. The loss is normalised over these tokens."""
     live: Tensor
-    """(T,) bool: tokens whose loss can have a gradient. Only these tokens are scored."""
+    """(T,) bool: tokens whose loss can have a gradient. The model computes log-probs only for these tokens."""
 
     def loss(
         self, lp: Tensor, entropy: Tensor | None, index: Tensor, context: Context, betas: tuple[float, ...]
     ) -> Tensor:
         """Return the sum of w l over the tokens `index` (n,). `lp` (n,) are their current log-probs, with gradient.
 
-        If the recipe isn't local, `index` must hold whole units (turns or episodes), because the ratio of a unit is
-        computed from all of its tokens. `entropy` (n,) has the tokens' entropies, or is None. `betas` has the current
-        coefficient of each term in the recipe's `coefficients`.
+        `entropy` (n,) are their entropies, or None. `betas` has the current coefficient of each term in the recipe's
+        `coefficients`. If a token's loss depends on other tokens (the recipe isn't `local`), `index` must hold whole
+        turns or episodes, because their ratio is computed from all of their tokens.
         """
         recipe, stream = self.batch.recipe, self.batch.stream
         live = self.live[index]
@@ -107,9 +109,9 @@ class Part:
 
 
 def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
-    """Compute the objective up to the advantages: selection, rewards, baseline, credit and adjustments.
+    """Return the batch with its advantages: select episodes, and apply rewards, baseline, credit and adjustments.
 
-    No log-probs under the trained weights are needed, so all optimiser steps on a rollout batch share one result.
+    This doesn't depend on the current weights of the model, so all optimiser steps on a rollout batch share one result.
     """
     advantages = recipe.surrogate.advantages
     scored = recipe.select.scored(stream, advantages, context)
@@ -133,8 +135,8 @@ def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
     if advantages:
         context.sums.add("reward", stream.episodes.reward[scored], extremes=True)
         context.sums.add("reward/square", stream.episodes.reward[scored].square())
-        # The terms' statistics leave out episodes that don't train. Here, they also leave out scored episodes that
-        # aren't compared.
+        # A term's statistics cover the episodes in `trains`. Scored episodes that aren't compared are removed from it
+        # here.
         table = replace(stream.episodes, trains=stream.episodes.trains & (compared | ~scored))
         advantage, target = _advantages(recipe, replace(stream, episodes=table), compared, entered, context)
     else:
@@ -157,11 +159,10 @@ def prepare_batches(
     context: Context,
     sizes: Sequence[int] = (),
 ) -> Batch:
-    """Return the batch for `stream`, which may contain several rollout batches. It was made from `rows` and `episodes`.
+    """Return the batch for `stream`, which was made from `rows` and `episodes` and may contain several rollout batches.
 
-    A term that compares over a batch (`by = batch`) compares within each rollout batch. The token weights are computed
-    once, over all rollout batches. Without a term that compares over a batch, the gradient is the same as for one large
-    batch.
+    A term that compares over a batch (`by = batch`) compares only within one rollout batch. The token weights are
+    computed once, over all rollout batches. So without such a term, the gradient is the same as for one large batch.
 
     `sizes` gives the number of episodes in each rollout batch, in the order of `episodes`. If it is empty, there is one
     rollout batch. Raises BadBatch if the sizes don't add up to the number of episodes.
@@ -197,7 +198,7 @@ def prepare_batches(
 
 
 def _count_answers(rows: Sequence[Row], context: Context) -> None:
-    """Count repetitions and words of reflection in each answer with own tokens, and add the counts to the metrics."""
+    """Add two metrics of the answers that have own tokens: repeated 4-grams, and words of reflection such as "wait"."""
     for row in rows:
         has = np.bincount(row.call, minlength=len(row.calls)) > 0
         for name, counts in (("answer/repeated", row.repeated()), ("answer/reflections", row.reflections())):

@@ -1,4 +1,4 @@
-"""The class `Recipe`, which holds the eleven terms of an objective and their constants in one immutable model."""
+"""The class `Recipe`: an immutable model with the eleven terms of an objective and their constants."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .weigh import Weigh
 
 
 class Score(Term):
-    """How the log-prob of each own token is computed, and whether its entropy is computed too.
+    """How the log-prob of each token is computed, and whether its entropy is computed too.
 
     A log-prob is log softmax(logits / T). For a policy gradient, T is the temperature at which the token was sampled,
-    because a token must be scored under the distribution that it was sampled from. Maximum likelihood fits the model's
-    own distribution, so T is 1.
+    so that the log-prob belongs to the distribution of the sampler. Maximum likelihood fits the model's distribution at
+    T = 1.
     """
 
     temperature: Literal["recorded", "one"] = "recorded"
@@ -37,7 +37,7 @@ class Score(Term):
     """Dtype of the output layer's matrix product: its weights' dtype (`weights`), or at least float32 (`float32`). The
     sampling engine must use the same dtype, or the log-probs of sampler and trainer differ by rounding."""
     entropy: bool = False
-    """Whether to report the exact entropy of every token. It is always computed for a regulariser that needs it."""
+    """Whether to report the exact entropy of every token. If a regulariser needs the entropy, it is always reported."""
 
 
 class Recipe(Term):
@@ -56,11 +56,13 @@ class Recipe(Term):
     select: Select = Select()
     weigh: Weigh = Weigh()
     both_kls: bool = False
-    """Whether to allow a KL in the reward and another in the loss. Most recipes intend only one of them."""
+    """Whether a recipe may have a KL in the reward and another in the loss. By default, this is an error, because most
+    recipes intend only one of them."""
 
     @model_validator(mode="after")
     def _has_no_subclass_of_a_closed_term(self) -> Recipe:
-        # A subclass of a closed term would be serialised as its base class, so the run would record the wrong class.
+        # Some fields accept only the package's own class. A subclass would be serialised as this class, so the run
+        # would record the wrong class.
         for name, info in type(self).model_fields.items():
             value = getattr(self, name)
             if isinstance(value, Term) and not _is_open(info) and type(value) is not info.annotation:
@@ -95,18 +97,18 @@ class Recipe(Term):
 
     @property
     def token_penalty(self) -> TokenKL | None:
-        """The term that adds a KL penalty to each token's reward, or None without one."""
+        """The shape that adds a KL penalty to the reward of each token, or None if the recipe has none."""
         return next((term for term in self.shape if isinstance(term, TokenKL) and term.beta > 0), None)
 
     @property
     def coefficients(self) -> tuple[Regulariser | RewardKL, ...]:
-        """The terms with a coefficient that the trainer keeps: every regulariser, then every adaptive KL in the
+        """The terms whose current coefficients the trainer stores: all regularisers, then all adaptive KLs in the
         reward."""
         return (*self.regulariser, *(term for term in self.shape if _is_adaptive(term)))
 
     def at(self, betas: Sequence[float]) -> Recipe:
-        """Return a copy in which the adaptive KLs in the reward have their current coefficients. `betas` has one value
-        for each term in `coefficients`."""
+        """Return a copy in which each adaptive KL in the reward has its current coefficient. `betas` are the current
+        coefficients of all terms in `coefficients`, in this order."""
         present = iter(betas[len(self.regulariser) :])
         shape = (term.model_copy(update={"beta": next(present)}) if _is_adaptive(term) else term for term in self.shape)
         return self.model_copy(update={"shape": tuple(shape)})
@@ -118,9 +120,11 @@ class Recipe(Term):
 
     @property
     def bootstraps(self) -> bool:
-        """True if a critic estimates the value of the state at which an episode was cut off. It is False if an episode
-        has its whole reward at the end. The value at the cut then includes reward from before the cut, which would
-        count twice."""
+        """True if the return of an episode that was cut off continues with a critic's value of its last state.
+
+        This requires rewards per turn. If an episode has its whole reward at the end, this value also predicts reward
+        that was earned before the cut, and it would count twice.
+        """
         return self.credit.bootstraps and self.reward.per == "turn"
 
     @property
@@ -130,7 +134,7 @@ class Recipe(Term):
 
     @property
     def needs_entropy(self) -> bool:
-        """True if the entropy is computed together with the trained log-probs."""
+        """True if the trainer computes the entropy of each token together with its log-prob."""
         return self.score.entropy or any(term.needs_entropy for term in self.regulariser)
 
     @property
@@ -150,36 +154,40 @@ class Recipe(Term):
 
     @property
     def balance(self) -> float:
-        """Coefficient of the load-balancing loss of a mixture of experts. If it is 0, the loss isn't computed."""
+        """Coefficient of the load-balancing loss for a mixture of experts. If it is 0, this loss isn't computed."""
         return sum(term.coefficient for term in self.regulariser if isinstance(term, Balance))
 
     def unfit(self, tokens: int) -> list[str]:
-        """Return the warnings that the terms give in `out_of_reach`."""
+        """Return warnings about terms whose constants don't fit episodes of at most `tokens` own tokens
+        (`Term.out_of_reach`)."""
         fields = (getattr(self, name) for name in type(self).model_fields)
         terms = [term for field in fields for term in (field if isinstance(field, tuple) else (field,))]
         return [why for term in terms if isinstance(term, Term) and (why := term.out_of_reach(tokens)) is not None]
 
     @property
     def local(self) -> bool:
-        """True if a token's loss reads no other token, so that micro-batches are independent."""
+        """True if the loss of a token doesn't depend on other tokens. Micro-batches are then independent."""
         return self.surrogate.local and self.anchor.local
 
     @property
     def idle_at_zero(self) -> bool:
-        """True if a token with advantage 0 has loss and gradient exactly 0."""
+        """True if a token with advantage 0 has loss and gradient exactly 0, so that the trainer may skip it."""
         others = any(term.active and term.per_token for term in self.regulariser)
         return self.surrogate.zero_at_zero and self.local and not others
 
     @property
     def idle(self) -> bool:
-        """True if neither a surrogate nor an active regulariser applies to the batch, so that none of its tokens has a
-        gradient."""
+        """True if no token of the rollout batch has a gradient, because the recipe has neither a surrogate nor an
+        active regulariser. Demonstrations don't count."""
         others = [term for term in self.regulariser if not isinstance(term, Demonstrations)]
         return isinstance(self.surrogate, NoSurrogate) and not any(term.active for term in others)
 
     def stands_still(self, *, own_reference: bool) -> bool:
-        """Return True if all losses are KLs to the sampler, or to the reference if `own_reference` is true. The
-        gradient is then always 0. `own_reference` means that the reference is the policy at the start of the phase."""
+        """Return True if the gradient is always 0, because the loss only holds the policy where it already is.
+
+        This is so if all losses are KLs to the sampler. If `own_reference` is True, the reference is the policy at the
+        start of the phase, so KLs to the reference count too.
+        """
         terms = [term for term in self.regulariser if term.active]
         near = {"sampler", "reference"} if own_reference else {"sampler"}
         still = all(isinstance(term, KL) and term.to in near for term in terms)
@@ -198,8 +206,9 @@ class Recipe(Term):
     def but(self, changes: Mapping[str, object] | None = None, /, **terms: object) -> Recipe:
         """Return a copy with changed terms: `grpo.but(weigh={"kind": "episode"}, baseline={"eps": 1e-4})`.
 
-        A mapping changes only the constants that it names. If it names a `kind` of another class, the other constants
-        get their defaults. Any other value replaces the term. Raises UsageError for an unknown key or an invalid value.
+        A mapping changes only the constants that it names. If its `kind` belongs to another class, all other constants
+        get their defaults. A value that isn't a mapping replaces the term. Raises UsageError for an unknown key or an
+        invalid value.
         """
         whole: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}
         for name, value in {**(changes or {}), **terms}.items():
@@ -221,7 +230,8 @@ def read(data: Mapping[str, object], *, execute: bool = True) -> Recipe:
     """Return the recipe that `data` describes. Raises UsageError if a key or value is invalid. For an unknown key, the
     error suggests the valid keys with similar names.
 
-    If `execute` is False, no module is imported, and a user's term is found only if its module was imported before."""
+    If `execute` is False, no module is imported. A user's term can then be used only if its module was already
+    imported."""
     try:
         return Recipe.model_validate(_plain(data), context={"execute": execute})
     except ValidationError as error:
@@ -229,8 +239,8 @@ def read(data: Mapping[str, object], *, execute: bool = True) -> Recipe:
 
 
 def _plain(value: Any) -> Any:
-    """Convert mappings to dicts and tuples to lists, recursively, because pydantic accepts only a dict as a model's
-    fields."""
+    """Convert mappings to dicts and tuples to lists, recursively. Pydantic accepts only a dict as the fields of a
+    model."""
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -251,8 +261,8 @@ def _sentence(error: Any) -> str:
 
 
 def _keys_beside(loc: tuple[int | str, ...]) -> list[str]:
-    """Return the valid keys of the term that holds the invalid key at `loc`, or an empty list if the term is
-    ambiguous."""
+    """Return the keys that are valid in place of the unknown key at `loc`. The list is empty if it isn't clear to which
+    term the key belongs."""
     if len(loc) == 1:
         return list(Recipe.model_fields)
     kinds = kinds_of(str(loc[0]))
@@ -262,13 +272,14 @@ def _keys_beside(loc: tuple[int | str, ...]) -> list[str]:
 
 
 def _class_of(field: str, kind: object) -> object:
-    """Return the package's class for a term's kind. A user's kind (`module:name`) is returned unchanged."""
+    """Return the package's class with this `kind` in a field of a recipe. A user's kind (`module:name`) is returned
+    unchanged."""
     named = ((cls, cls.model_fields["kind"]) for cls in kinds_of(field) if "kind" in cls.model_fields)
     return next((cls for cls, info in named if kind in get_args(info.annotation)), kind)
 
 
 def _is_open(info: FieldInfo) -> bool:
-    """Return True for a field that accepts a user's subclass."""
+    """Return True if a field of a recipe accepts classes that a user wrote."""
     return any(isinstance(note, Kinds) for note in info.metadata)
 
 

@@ -1,4 +1,4 @@
-"""regulariser: an addition to a token's loss that doesn't depend on the token's advantage.
+"""regulariser: a part of the loss that doesn't depend on advantages.
 
     kl       beta * estimate(lp, reference, teacher or sampler)
     entropy  -coefficient * H,  where H is the exact entropy of the policy at the token
@@ -29,8 +29,8 @@ class Regulariser(Term):
     """Base class of all regularisers. Derive from it to write your own regulariser."""
 
     per_token: ClassVar[bool] = True
-    """Whether the term adds to the loss of the batch's own tokens. If False, the trainer computes the term
-    separately."""
+    """Whether the term is a loss for each token of the rollout batch. If False, the trainer computes it separately, for
+    example on demonstrations."""
 
     @property
     def active(self) -> bool:
@@ -60,7 +60,11 @@ class Regulariser(Term):
     def __call__(
         self, lp: Tensor, entropy: Tensor | None, index: Tensor, stream: Stream, beta: float, context: Context
     ) -> Tensor:
-        """Return the additions (n,) to the losses of the tokens `index` (n,). `lp` (n,) are their current log-probs."""
+        """Return the values (n,) to add to the losses of the tokens `index` (n,).
+
+        `lp` (n,) are their current log-probs, and `entropy` (n,) their entropies, or None if no term needs them. `beta`
+        is the current coefficient of the term.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define what it adds to each token there")
 
 
@@ -105,7 +109,7 @@ class KL(Regulariser):
 
     @property
     def measure(self) -> str:
-        """Prefix of the names of this KL's metrics."""
+        """Beginning of the names of this KL's metrics, such as `kl/reference`."""
         return f"kl/{self.to}"
 
     def __call__(
@@ -117,7 +121,7 @@ class KL(Regulariser):
                 f"a KL to the {self.to} reads its log-probs, and there are none: pass {self.to}=... to the trainer"
             )
         other = other[index].to(lp.dtype)
-        # Whichever estimator is the loss, the adaptive coefficient needs k1, and k3 is reported.
+        # Both are always reported, whichever estimator is the loss. The adaptive coefficient reads k1.
         with torch.no_grad():
             for kind in ("k1", "k3"):
                 context.sums.add(f"{self.measure}/{kind}", estimate(kind, lp, other))
@@ -156,7 +160,7 @@ class Entropy(Regulariser):
 
 
 class _Beside(Regulariser):
-    """A regulariser that isn't computed from the batch's own tokens, but from other tokens or from router logits."""
+    """A regulariser that isn't a loss for each token of the rollout batch. The trainer computes it separately."""
 
     per_token: ClassVar[bool] = False
     coefficient: float = Field(default=0.0, ge=0)
@@ -172,13 +176,13 @@ class _Beside(Regulariser):
 
 
 class Demonstrations(_Beside):
-    """Cross-entropy on demonstrations. The update trains on these rows in addition to the rollout batch."""
+    """Cross-entropy on demonstrations, which are rows that an update imitates in addition to the rollout batch."""
 
     kind: Literal["nll"] = "nll"
 
 
 class Balance(_Beside):
-    """Load balancing, which keeps the experts of a mixture evenly used in every batch that trains their routers."""
+    """Load-balancing loss, which keeps the experts of a mixture-of-experts model evenly used."""
 
     kind: Literal["aux"] = "aux"
 

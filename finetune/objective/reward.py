@@ -1,11 +1,13 @@
-"""reward: the reward of each episode or turn, as float64. The environment computes and records the rewards.
+"""reward: the reward of each episode or turn, as float64, from the rewards that were recorded on its tape.
 
     x_e = reward of episode e        (per = episode)
     x_n = reward of turn n           (per = turn)
 
-An episode without a reward has x = NaN. It is unscored, and a recipe with advantages never trains on it. `components`
-replaces the recorded total with a weighted sum of the recorded parts: x_e = sum_k weight_k * part_k. A missing part
-NAME doesn't count as 0. Its episode is unscored, and the metric `reward/missing/NAME` counts it.
+An episode without a reward has x = NaN. It is unscored, and a recipe with advantages never trains on it.
+
+`components` replaces the recorded total with a weighted sum of the recorded components: x_e = sum_k weight_k *
+component_k. If an episode lacks the component NAME, it is unscored. The component doesn't count as 0, and the metric
+`reward/missing/NAME` counts such episodes.
 """
 
 from __future__ import annotations
@@ -23,15 +25,16 @@ class Reward(Term):
     """The rewards that the recipe learns from."""
 
     per: Literal["episode", "turn"] = "episode"
-    """The unit that has one reward. The baseline compares units, and credit spreads a unit's advantage over its
-    tokens."""
+    """Whether each episode or each turn has a reward of its own. This is the unit that the baseline compares, and over
+    whose tokens `credit` spreads an advantage."""
     reduce: Literal["sum", "mean", "max"] = "sum"
     """How the rewards of an episode's turns are combined (per = episode). `sum` gives the recorded reward."""
     components: dict[str, float] | None = None
     """Weight of each reward component, by name. If None, the recorded total is used."""
 
     def __call__(self, stream: Stream, context: Context) -> Tensor:
-        """Return the rewards (E,) or (N,) float64, NaN for an unscored unit."""
+        """Return the rewards as float64, (E,) per episode or (N,) per turn. The reward is NaN in an unscored
+        episode."""
         if self.components is not None:
             return self._weighed(stream, self.components, context)
         if self.per == "turn":
@@ -44,7 +47,7 @@ class Reward(Term):
             missing = [name for name in components if name not in parts]
             for name in components:
                 context.sums.put(f"reward/missing/{name}", name in missing)
-            # A missing part isn't 0, because its group would then compare a partial sum with complete sums.
+            # A missing component isn't 0, because the group would then compare a partial sum with complete sums.
             out.append(float("nan") if missing else sum(w * parts[name] for name, w in components.items()))
         x = torch.tensor(out, dtype=torch.float64)
         return torch.where(stream.episodes.reward.isnan(), torch.nan, x)

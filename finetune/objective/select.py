@@ -1,8 +1,8 @@
 """select: which groups and episodes enter an update, and which of their tokens keep their loss.
 
-Whole groups and episodes are dropped first. T and E count the tokens and episodes that are left at that point. Single
-tokens may be dropped after that. They still count in T, so dropping one doesn't raise the weight of the others. For
-each reason, a metric reports the share that was dropped.
+Whole groups and episodes are dropped first. The loss is divided by the tokens (T) or episodes (E) that are left then.
+After that, single tokens may be dropped. They still count in T, so dropping a token doesn't raise the weight of the
+others. For each reason, a metric reports the share that was dropped.
 
     flat         drop groups whose scored episodes all have the same reward, whatever it is (dynamic sampling); if the
                  baseline compares by fork, the test is on the continuations of each fork point instead
@@ -15,9 +15,9 @@ each reason, a metric reports the share that was dropped.
 
 1. An episode enters only if its status allows training. A recipe with advantages also needs the episode's reward, and
    trains only on tokens with a known log-prob at sampling.
-2. `keep` and `mean_bounds` apply before the baseline. Only the episodes that they keep count in `flat`, the baseline
-   and every other statistic. `keep` chooses among the episodes within `bounds`. Flat groups stay in the statistics.
-   Without `keep`, the episodes outside `bounds` stay in them too.
+2. `keep` and `mean_bounds` apply before the baseline. Only the episodes that they keep count in the statistics: in
+   `flat`, in the baseline and elsewhere. `keep` chooses among the episodes within `bounds`. Flat groups stay in the
+   statistics. Without `keep`, episodes outside `bounds` stay in the statistics too.
 3. `keep_when = after_baseline` is the order of earlier versions, for the runs that they recorded. In this order, `keep`
    applies last, and the episodes that it drops count in the statistics too.
 4. `entropy_top` chooses among the tokens that enter, and breaks ties by position. Entropies are rounded to six decimals
@@ -40,7 +40,7 @@ from .term import Context, Term
 
 
 class Select(Term):
-    """Which groups, episodes and tokens are left out."""
+    """Which groups, episodes and tokens an update leaves out."""
 
     flat: Literal["keep", "drop"] = "keep"
     """Whether to keep or drop a group whose scored episodes all have the same reward."""
@@ -62,11 +62,12 @@ class Select(Term):
     kl_mask: float | None = Field(default=None, gt=0)
     """Largest (lp - old)^2 / 2 at which a token keeps its loss. None sets no bound."""
     shift_mask: float | None = Field(default=None, gt=0)
-    """A token keeps its loss if its probability has moved in the direction of its advantage by at most this. None sets
-    no bound."""
+    """Largest change of a token's probability since sampling at which the token keeps its loss. The change is counted
+    upwards if the token's advantage is positive, otherwise downwards. None sets no bound."""
 
     def scored(self, stream: Stream, advantages: bool, context: Context) -> Tensor:
-        """Return a mask (E,) of the episodes that may enter and that count in their group."""
+        """Return a mask (E,) of the episodes whose status allows training. If `advantages` is True, they must have a
+        reward too."""
         table = stream.episodes
         context.sums.add("episode/status", ~table.trains)
         scored = table.trains
@@ -78,8 +79,10 @@ class Select(Term):
     def episodes(
         self, scored: Tensor, stream: Stream, context: Context, *, by_fork: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return two masks (E,): the episodes that enter the update, and those whose rewards are compared. `by_fork`
-        is true if the baseline compares by fork."""
+        """Return two masks (E,): the episodes that enter the update, and the episodes whose rewards are compared.
+
+        `scored` (E,) is the result of `scored()`. `by_fork` is True if the baseline compares by fork.
+        """
         table, compared, entered = stream.episodes, scored, scored
         first = self.keep is not None and self.keep_when == "before_baseline"
         if first:
@@ -93,7 +96,7 @@ class Select(Term):
             entered, compared = entered & ~outside, compared & ~outside
         if self.flat == "drop":
             owner = table.fork if by_fork else table.group
-            # Unscored episodes (in recipes without advantages) are left out: their NaN says nothing about flatness.
+            # A recipe without advantages may have unscored episodes. They are left out, because their reward is NaN.
             flat = flat_groups(table.reward, compared & ~table.reward.isnan(), owner, len(owner))[owner]
             context.sums.add("episode/flat", flat & entered)
             entered = entered & ~flat
@@ -110,7 +113,8 @@ class Select(Term):
         return entered & ~outside
 
     def _kept(self, entered: Tensor, stream: Stream, context: Context) -> Tensor:
-        """Return a mask (E,) of the episodes in `entered` that `keep` keeps."""
+        """Return a mask (E,) of the episodes in `entered` that the setting `keep` keeps: the best ones of each group,
+        or the best and the worst."""
         if self.keep is None:
             return entered
         table = stream.episodes
@@ -128,7 +132,7 @@ class Select(Term):
         return kept
 
     def top_entropy(self, entered: Tensor, stream: Stream) -> Tensor:
-        """Return a mask (T,) of the entered tokens that `entropy_top` keeps."""
+        """Return a mask (T,) of the tokens in `entered` (T,) that keep their loss under the setting `entropy_top`."""
         if self.entropy_top is None:
             return entered
         if stream.entropy is None:
@@ -137,8 +141,8 @@ class Select(Term):
                 "Trainer.prepare"
             )
         at = entered.nonzero()[:, 0]
-        # There are two stable sorts, first by entropy, then by episode. Within an episode the order by entropy remains,
-        # and equal entropies remain in token order, so the choice doesn't depend on the sort implementation.
+        # There are two stable sorts, first by entropy, then by episode. So an episode's tokens are in the order of
+        # their entropies, and tokens with equal entropies stay in their order. Any stable sort gives the same choice.
         by_entropy = at[torch.argsort(stream.entropy[at].round(decimals=6), descending=True, stable=True)]
         ranked = by_entropy[torch.argsort(stream.episode[by_entropy], stable=True)]
         owner = stream.episode[ranked]
@@ -151,8 +155,8 @@ class Select(Term):
         return out
 
     def tokens(self, lp: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context) -> Tensor | None:
-        """Return a mask (n,) of the tokens `index` (n,) that keep their loss at the current log-probs `lp` (n,), or
-        None if all tokens keep it."""
+        """Return a mask (n,) of the tokens `index` (n,) that keep their loss under `kl_mask` and `shift_mask`, or None
+        without these settings. `lp` (n,) are the tokens' current log-probs, and `a` (n,) their advantages."""
         keep: Tensor | None = None
         old = stream.old[index].to(lp.dtype)
         if self.kl_mask is not None:

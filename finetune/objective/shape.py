@@ -8,13 +8,12 @@
 
 m and s are the mean and the standard deviation of the run's rewards.
 
-1. `running` leaves the rewards unchanged as long as the run has fewer than two different rewards. Their standard
-   deviation is then 0 or unknown. A baseline that divides by the group's standard deviation (`std`) undoes this
-   scaling.
+1. `running` changes nothing until the run has two different rewards, because their standard deviation is 0 or unknown
+   before. A baseline that divides by the group's standard deviation (`std`) undoes the scaling of `running`.
 2. The penalty of `overlong` is at most `factor`. Every later term sees the shaped reward.
-3. An adaptive KL coefficient (`kl.Adaptive`) changes once after each update. All optimiser steps of an update share the
-   rewards that were computed with one coefficient. The change depends on the mean k1 between sampler and reference over
-   the tokens that enter, whichever estimator the penalty uses.
+3. An adaptive KL coefficient (`kl.Adaptive`) changes once after each update, because all optimiser steps of an update
+   share the same rewards. The change depends on the mean k1 between sampler and reference over the tokens that enter,
+   whichever estimator the penalty uses. With a recomputed anchor, its log-probs replace the sampler's.
 4. If rewards are per turn, the shapes overlong and episode_kl change the reward of the episode's last turn.
 """
 
@@ -41,8 +40,11 @@ class Shape(Term):
         return False
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
-        """Return the shaped rewards (U,) float64 for the rewards `x` (U,), one per episode or per turn. `x` is 0 where
-        `scored` is False."""
+        """Return the shaped rewards (U,) float64 for the rewards `x` (U,), of which there is one per episode or per
+        turn.
+
+        `scored` (U,) bool marks the episodes or turns that have a reward. Elsewhere, `x` is 0.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define the shaped rewards there")
 
 
@@ -68,7 +70,7 @@ class Running(Shape):
     """Whether to subtract the running mean before the division."""
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
-        # The batch is merged first, over all ranks, because every rank must scale by the same moments. Otherwise equal
+        # The rewards of all ranks are merged first, so that every rank scales by the same moments. Otherwise equal
         # rewards would get different advantages on different ranks.
         context.moments.take(*context.mean_and_square(x[scored]))
         std = context.moments.std
@@ -78,11 +80,11 @@ class Running(Shape):
 
 
 class Overlong(Shape):
-    """A penalty that grows over the last `buffer` tokens before the length limit (DAPO)."""
+    """Penalises long episodes. The penalty grows over the last `buffer` tokens before the length limit (DAPO)."""
 
     kind: Literal["overlong"] = "overlong"
     limit: int = Field(gt=0)
-    """Length of an episode, in the agent's own tokens, at which the penalty reaches `factor`."""
+    """Length of an episode at which the penalty reaches `factor`, in tokens that its agents produced."""
     buffer: int = Field(gt=0)
     """Number of tokens before the limit over which the penalty grows linearly."""
     factor: float = 1.0
@@ -100,7 +102,8 @@ class Overlong(Shape):
 
 
 class RewardKL(Shape):
-    """Base class of the terms that penalise the KL between the sampler and the reference model in the reward."""
+    """Base class of the shapes that subtract a penalty for the KL between sampler and reference model from the
+    reward."""
 
     beta: float = Field(ge=0)
     """KL coefficient (the penalty per nat). With `adaptive`, this is the coefficient for the first update."""
@@ -110,7 +113,7 @@ class RewardKL(Shape):
     """Controller of the coefficient. If None, the coefficient is fixed."""
 
     measure: ClassVar[str] = "kl/reward"
-    """Prefix of the names of this KL's metrics."""
+    """Beginning of the names of this KL's metrics."""
 
     @model_validator(mode="after")
     def _moves(self) -> RewardKL:
@@ -128,7 +131,8 @@ class RewardKL(Shape):
         return self.beta
 
     def observe(self, entered: Tensor, stream: Stream, context: Context) -> None:
-        """Add the k1 of the tokens `entered` (T,) bool to the metrics, for the adaptive coefficient."""
+        """Add the KL (k1) over the tokens that `entered` (T,) bool marks to the metrics. An adaptive coefficient
+        depends on it."""
         if self.needs_reference:
             context.sums.add(f"{self.measure}/k1", _kl_estimates("k1", stream)[entered])
             if self.adaptive is not None:
@@ -164,15 +168,18 @@ AnyShape = Annotated[Shape, Kinds(Clip, Running, Overlong, EpisodeKL, TokenKL)]
 
 
 def _kl_estimates(kind: Estimator, stream: Stream) -> Tensor:
-    """Return each token's estimate (T,) float64 of the KL to the reference model, from the recomputed anchor if there
-    is one, otherwise from the sampler. It is 0 where the log-prob of the anchor or sampler is unknown."""
+    """Return an estimate (T,) float64 of the KL to the reference model for each token.
+
+    The estimate compares the reference with the recomputed anchor if there is one, otherwise with the sampler. It is 0
+    if the log-prob of the anchor or sampler is unknown.
+    """
     if stream.ref is None:
         raise ValueError(
             "a KL in the reward reads the reference's log-probs, and there are none: pass reference=... to the trainer"
         )
     lp = stream.old if stream.anchor is None else stream.anchor
     known = lp.isfinite()
-    # This is in float64, because k3 = e^-d - 1 + d cancels near d = 0 and would be mostly rounding error in float32.
+    # This is in float64: near d = 0, the terms of k3 = e^-d - 1 + d cancel, and float32 leaves mostly rounding error.
     d = estimate(kind, lp.to(torch.float64), stream.ref.to(torch.float64))
     return torch.where(known, d, torch.zeros_like(d))
 

@@ -1,5 +1,5 @@
-"""surrogate: the loss of each token. The gradient of this loss is the policy gradient. r is exp(lp - anchor), and A is
-the advantage.
+"""surrogate: the loss of each token, whose gradient is the policy gradient. r is the ratio exp(lp - anchor), and A is
+the token's advantage.
 
     ppo        l = -min(r A, clip(r, 1 - low, 1 + high) A); with `dual` c, at least c A where A < 0
     reinforce  l = -A lp
@@ -10,11 +10,12 @@ the advantage.
     minor_nll  l = -(2 / beta) log sigmoid(beta (lp - ref)): like nll, fading as the model outgrows the reference
     none       l = 0: only regularisers apply (distillation)
 
-With per = turn or episode, r is the geometric mean of all ratios in the unit (GSPO). sg stops the gradient.
+sg stops the gradient. With per = turn or episode, r is the geometric mean of the ratios of all tokens in the turn or
+episode (GSPO).
 
 1. For ppo, reinforce, cispo, cpg and sapo, a token whose advantage is exactly 0 has loss and gradient exactly 0.
-2. Where lp - anchor is above 20, r continues along its tangent. Otherwise r A could overflow for A < 0, where it isn't
-   clipped from above.
+2. Above lp - anchor = 20, r continues along its tangent instead of growing exponentially. Otherwise r A could overflow,
+   because for A < 0, r isn't clipped from above.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Surrogate(Term):
     """Base class of all surrogates. Derive from it to write a loss of your own (docs/write_a_recipe.md)."""
 
     advantages: ClassVar[bool] = True
-    """Whether the loss uses advantages. A token then needs a reward and a finite log-prob at sampling."""
+    """Whether the loss uses advantages. If so, an episode without a reward and a token without a known log-prob at
+    sampling don't train."""
     needs_reference: ClassVar[bool] = False
     """Whether the loss reads `stream.ref`, the reference model's log-probs."""
     zero_at_zero: ClassVar[bool] = False
@@ -47,7 +49,7 @@ class Surrogate(Term):
     def local(self) -> bool:
         """True if a token's loss doesn't depend on other tokens, so that any split into micro-batches is possible.
 
-        It is always correct to return False, but this costs a second forward pass.
+        False is always correct, but then the trainer needs a second forward pass.
         """
         return False
 
@@ -63,7 +65,8 @@ class Surrogate(Term):
 
 
 def _count_clipped(context: Context, **sides: Tensor) -> None:
-    """Count the tokens at which a bound took effect, for each side and in total. `sides` are masks (n,) by name."""
+    """Add the share of clipped tokens to the metrics, in total and for each bound. `sides` maps a bound's name to the
+    mask (n,) of the tokens that it clipped."""
     context.sums.add("clip", torch.stack(list(sides.values())).any(0))
     for side, clipped in sides.items():
         context.sums.add(f"clip/{side}", clipped)
@@ -87,9 +90,10 @@ class PPO(Surrogate):
     high: float = Field(default=0.2, ge=0)
     """The ratio is clipped to at most 1 + high."""
     dual: float | None = Field(default=None, gt=1)
-    """Upper bound of the ratio where the advantage is negative (dual clip). None sets no bound."""
+    """Upper bound of the ratio for tokens with a negative advantage (dual clip). None sets no bound."""
     per: Per = "token"
-    """The unit that has one ratio. The ratio of a turn or an episode is the geometric mean of its tokens' ratios."""
+    """Whether each token, turn or episode has one ratio. The ratio of a turn or an episode is the geometric mean of its
+    tokens' ratios."""
 
     @property
     def local(self) -> bool:
@@ -142,7 +146,7 @@ class CISPO(_Local):
 
 
 class CPG(_Local):
-    """Clipped policy gradient, which bounds the log-prob itself, so that the gradient contains no ratio."""
+    """Clipped policy gradient. It bounds the log-prob instead of the ratio, so the gradient contains no ratio."""
 
     zero_at_zero: ClassVar[bool] = True
     kind: Literal["cpg"] = "cpg"
@@ -199,7 +203,7 @@ class MinorNLL(Surrogate):
     beta: float = Field(default=0.1, gt=0)
     """How fast the gradient fades as the model's log-prob rises above the reference model's."""
     per: Per = "episode"
-    """The unit over which log-ratios are averaged."""
+    """Whether the log-ratio lp - ref is taken per token, or averaged over a turn or an episode."""
 
     @property
     def local(self) -> bool:

@@ -1,4 +1,4 @@
-"""The base class of an objective's terms, and the metrics and running state that the terms share.
+"""The class `Term`, from which all terms of an objective derive, and the metrics and state that terms share.
 
 A term is a set of constants and one pure function over the stream. A term never refers to another term.
 """
@@ -28,8 +28,12 @@ class Term(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def out_of_reach(self, tokens: int) -> str | None:
-        """Return why the term can't have its intended effect in episodes of at most `tokens` own tokens, or None if it
-        can. A training run reports the reason as a warning when it starts."""
+        """Return a warning if the term can't have its intended effect in episodes of at most `tokens` own tokens, or
+        None.
+
+        A training run logs the warning when it starts. An example is a length penalty beyond the longest possible
+        episode.
+        """
         return None
 
     def __str__(self) -> str:
@@ -42,7 +46,7 @@ class Term(BaseModel):
 
 
 def kind_of(term: Term) -> str | None:
-    """Return the term's kind, or None if the term has only one. For a user's class, the kind is `module:name`."""
+    """Return the term's `kind`, or None for a class without one. For a user's class, it is `module:name`."""
     return class_name(type(term)) if _outside(type(term)) else getattr(term, "kind", None)
 
 
@@ -52,7 +56,7 @@ def _outside(cls: type[Term]) -> bool:
 
 
 def class_name(cls: type[Term]) -> str:
-    """Return the name `module:name` by which another process can import a user's class. Raises ValueError if the class
+    """Return a user's class as `module:name`, so that another process can import it. Raises ValueError for a class that
     is local to a function."""
     if "<" in cls.__qualname__:
         raise ValueError(
@@ -64,18 +68,20 @@ def class_name(cls: type[Term]) -> str:
 
 
 def _main_file() -> Path | None:
-    """Return the file of the script that this process runs, or None without a script. The script's module is `__main__`
-    in this process, but other processes import it by the file's stem."""
+    """Return the file of the script that this process runs, or None without a script.
+
+    A class in the script has the module `__main__` here, but another process must import it by the stem of this file.
+    """
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     return Path(file) if file is not None else None
 
 
 class Kinds:
-    """Annotates a field of a recipe. The field holds one of the package's terms, which `kind` selects, or a user's
-    term.
+    """Annotation for a field of a recipe, with the package's classes for this field. The value of `kind` selects one of
+    them, or a class that a user wrote.
 
-    A user's class must derive from the field's type. A user's term is written as `kind: module:name` together with its
-    constants. Reading the term imports the class.
+    A user's class must derive from the field's type. It is written as `kind: module:name` together with its constants,
+    and reading a recipe imports it.
     """
 
     def __init__(self, *kinds: type[Term]) -> None:
@@ -98,8 +104,8 @@ class Kinds:
         def serialise(
             value: Any, serialise_kinds: core_schema.SerializerFunctionWrapHandler, info: core_schema.SerializationInfo
         ) -> Any:
-            # The union's own serialiser would write a subclass of PPO as `kind: ppo`, so the record would lose the
-            # class.
+            # The union's serialiser would write a user's subclass of PPO as `kind: ppo`, and the run would record the
+            # wrong class.
             if type(value) in self.kinds or not isinstance(value, base):
                 return serialise_kinds(value)
             return {**value.model_dump(mode=info.mode), "kind": class_name(type(value))}
@@ -112,8 +118,11 @@ class Kinds:
 
 
 def _check_own(cls: type[Term], base: type[Term]) -> None:
-    """Raise ValueError if the class can't be imported by its name or has a constant called `kind`. A run records the
-    name of the class under `kind`, so the constant would be lost."""
+    """Raise ValueError if a user's class can't be recorded in a run.
+
+    It must be importable by its name. It must not have a constant called `kind`, because a run records the name of the
+    class under this key.
+    """
     name = class_name(cls)
     kind = cls.model_fields.get("kind")
     if kind is not None and len(get_args(kind.annotation)) != 1:
@@ -127,7 +136,7 @@ def _imported(base: type[Term], value: Mapping[str, Any], *, execute: bool = Tru
     """Return the user's term that a mapping with `kind: module:name` describes. Raises ValueError if the class can't be
     imported or the mapping isn't valid for it.
 
-    `execute` is passed to `load_named`."""
+    If `execute` is False, no module is imported for this."""
     name = str(value["kind"])
     module, _, path = name.rpartition(":")
     main = _main_file()
@@ -179,7 +188,7 @@ class Sums:
             self.highs[name] = max(self.highs.get(name, float("-inf")), float(values.max()))
 
     def put(self, name: str, total: float, n: float = 1) -> None:
-        """Add `total`, which the caller has summed over `n` elements, to the metric `name`."""
+        """Add `n` elements whose sum is `total` to the metric `name`."""
         self.sums[name] = self.sums.get(name, 0.0) + total
         self.counts[name] = self.counts.get(name, 0.0) + n
 
@@ -210,10 +219,10 @@ class Sums:
         return self.sums[name] / n if n else None
 
     def std(self, name: str) -> float | None:
-        """Return the standard deviation (divisor n), or None if nothing was counted. It is computed from the metrics
-        `name` and `name/square`.
+        """Return the standard deviation (divisor n) of `name`, or None if nothing was counted.
 
-        The variance is clamped at 0. Rounding can make it negative, and its square root would be NaN.
+        The metric `name/square` must hold the squares of the same elements. The variance is clamped at 0, because
+        rounding can make it negative, and its square root would be NaN.
         """
         mean, square = self.mean(name), self.mean(f"{name}/square")
         return None if mean is None or square is None else max(square - mean * mean, 0.0) ** 0.5
@@ -224,8 +233,10 @@ class Sums:
             yield name, value, self.counts[name]
 
     def flat(self) -> dict[str, float]:
-        """Return the mean of each metric by name, with `name/std`, `name/min` and `name/max` where these are known. The
-        means are only for display, because the means of two updates can't be added up."""
+        """Return the mean of each metric by name. `name/std`, `name/min` and `name/max` are added if they are known.
+
+        These numbers are only for display, because the means of two updates can't be added up.
+        """
         means = {name: value / n for name, value, n in self.items() if n}
         means |= {f"{name}/std": std for name in means if (std := self.std(name)) is not None}
         means |= {f"{name}/min": value for name, value in self.lows.items()}
@@ -247,9 +258,10 @@ class Moments:
     m2: float = 0.0
 
     def take(self, n: float, mean: float, m2: float) -> None:
-        """Merge the moments of a batch into these moments (algorithm of Chan et al.).
+        """Merge the count, mean and sum of squared deviations of a batch into this object (algorithm of Chan et al.).
 
-        The result equals that of one pass over all values. Sums of squares would lose precision if the mean is large.
+        The result is the same as if all values had been in one batch. Plain sums of squares would lose precision if the
+        mean is large.
         """
         if n == 0:
             return
@@ -266,7 +278,7 @@ class Moments:
 
 @dataclass
 class Context:
-    """Shared state that a term reads and writes in addition to the stream."""
+    """What a term can use in addition to the stream: metrics, running statistics, and sums over all ranks."""
 
     sums: Sums = field(default_factory=Sums)
     """The metrics of the update."""
@@ -275,7 +287,8 @@ class Context:
     parts: dict[str, float] = field(default_factory=dict)
     """Each term's part of the loss so far. The parts add up to the loss."""
     add_up: Callable[[Tensor], Tensor] = lambda x: x
-    """Function that sums a tensor over all ranks, by default one. Every rank must call it, because the others wait."""
+    """Function that sums a tensor over all ranks. The default is for a single process. Every rank must call it, because
+    the others wait."""
 
     def add_part(self, name: str, loss: float) -> None:
         """Add `loss`, the contribution of the term `name` to the loss, to `parts`."""
@@ -284,8 +297,8 @@ class Context:
     def mean_and_square(self, x: Tensor) -> tuple[float, float, float]:
         """Return the count, the mean and the sum of squared deviations of `x` over all ranks.
 
-        This takes two passes, because the difference E[x^2] - E[x]^2 loses its precision if the mean is large compared
-        to the deviation. Whitening would then divide by rounding errors.
+        The mean is computed first, and the deviations from it second. The formula E[x^2] - E[x]^2 would lose its
+        precision if the mean is large compared to the deviation, and whitening would divide by rounding errors.
         """
         n, total = self.add_up(torch.tensor([len(x), float(x.sum())], dtype=torch.float64)).tolist()
         mean = total / max(n, 1.0)

@@ -1,5 +1,4 @@
-"""weigh: the weight of each token's loss, fixed once per optimiser batch. The loss is sum_t w_t l_t, without any other
-divisor.
+"""weigh: the weight of each token's loss. The loss of an optimiser batch is sum_t w_t l_t, without any other divisor.
 
     token     w = 1 / T                    every token counts the same
     episode   w = 1 / (E T_e)              every episode counts the same, whatever its length
@@ -10,8 +9,10 @@ divisor.
 
 T, E, N and G are the numbers of tokens, episodes, turns and groups that enter the update. T_e, T_n and T_g count the
 tokens of one episode, turn and group. Tokens are counted after the selection of groups and episodes, but before the
-selection of tokens. So a token that a mask drops still counts in the denominator. The losses of micro-batches, ranks,
-packed rows and rows of one episode add up exactly.
+selection of tokens. So a token that a mask drops still counts in the denominator.
+
+The weights are fixed for the whole optimiser batch. So the losses of micro-batches, ranks, packed rows and rows of one
+episode add up exactly.
 """
 
 from __future__ import annotations
@@ -35,15 +36,20 @@ class Weigh(Term):
     """Divisor for `constant` and `sum`, usually the token limit of a completion."""
 
     def out_of_reach(self, tokens: int) -> str | None:
-        """Return a warning if `limit` is far from the length of the longest episode, because this scales the gradient.
-        A `limit` of 1 gives the sum, so it is accepted."""
+        """Return a warning if `limit` is above `tokens`, the length of the longest episode, or below an eighth of it.
+
+        The gradient would then be too small or too large. A `limit` of 1 is accepted, because it gives the mean of
+        episode sums.
+        """
         far = self.kind == "constant" and self.limit != 1 and not tokens / 8 <= self.limit <= tokens
         return f"the divisor of the loss doesn't fit: limit {self.limit:g}" if far else None
 
     def totals(self, stream: Stream, entered: Tensor) -> float:
-        """Return the denominator of the weights: T, E, N or G for the part of the batch that this process holds.
+        """Return the number by which the weights are divided: T, E, N or G, counted in this process's part of the
+        batch.
 
-        The caller sums the results over all ranks. This sum is exact because each rank holds whole groups.
+        `entered` (T,) bool marks the tokens that enter the update. The caller sums the results over all ranks. The sum
+        is exact because each rank holds whole groups.
         """
         match self.kind:
             case "token":

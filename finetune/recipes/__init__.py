@@ -1,6 +1,9 @@
-"""The named recipes, each of which sets the objective's eleven terms, and the recipes that a run recorded.
+"""The package's named recipes, such as `grpo` and `ppo`, and the file in which a run records its recipes.
 
-Each family of recipes is a module. The text below a recipe has its equation, its source and our deviations."""
+A recipe sets the eleven terms of the objective, which together define the loss.
+
+Each module has one family of recipes. The text below a recipe gives its equation, its source and the deviations from
+this source."""
 
 from __future__ import annotations
 
@@ -30,11 +33,12 @@ RECIPES: dict[str, Recipe] = {
 def get_recipe(name: str, changes: Mapping[str, object] | None = None, *, run: Path | None = None) -> Recipe:
     """Return the recipe called `name`, with `changes` to its terms (see `Recipe.but`).
 
-    If the run in the directory `run` has begun with one of the package's recipes, the recipe that it recorded is
-    returned instead. Its constants are the recorded ones, even if this version of the package has others.
+    With `run`, the directory of a run, the recipe that this run recorded is returned instead, if there is one. So a
+    resumed run keeps its constants, even if this version of the package has others. This applies only to the package's
+    recipes.
 
-    `package.module:name` and `file.py:name` name a user's own recipe, which is imported. Raises UsageError if the name
-    is unknown or the object isn't a recipe.
+    A name such as `package.module:name` or `file.py:name` stands for a user's own recipe, which is imported. Raises
+    UsageError if the name is unknown or the object isn't a recipe.
     """
     recipe = _own_recipe(name) if ":" in name else RECIPES.get(name)
     if recipe is None:
@@ -63,7 +67,8 @@ def _own_recipe(name: str) -> Recipe:
 
 
 BEFORE = (("credit", "bootstrap", False), ("select", "keep_when", "after_baseline"))
-"""(term, constant, value). A recipe that was recorded before the constant existed is read as if it had this value."""
+"""(term, constant, value) for constants that were added later. A recipe that was recorded without the constant is read
+with this value."""
 
 
 class BrokenRecipes(TapereelError, ValueError):
@@ -79,8 +84,8 @@ def write_recipes(directory: Path, recipes: Mapping[str, Recipe]) -> None:
 def read_recipes(directory: Path) -> dict[str, Recipe | UsageError]:
     """Return each phase's recipe, or the reason why it can't be used here. Without a file, the result is empty.
 
-    Reading the file imports no module, so a user's term is found only if its module was imported before. Raises
-    BrokenRecipes if the file holds no recipes.
+    Reading the file imports no module. A recipe with a user's term can be used only if the module of this term was
+    already imported. Raises BrokenRecipes if the file holds no recipes.
     """
     path = directory / run_directory.RECIPES
     if not path.exists():

@@ -54,7 +54,7 @@ dapo = Recipe(
 Source: Yu et al. 2025, "DAPO" (arXiv 2503.14476).
 
 1. A group is dropped if all its rewards are equal, whatever their value. The paper drops groups whose answers are all
-   right or all wrong. The rewards are compared before the price for overlong answers is subtracted.
+   right or all wrong. The rewards that are compared here don't yet contain the price for overlong answers.
 2. The price has the paper's limit of 20,480 tokens, and rises to 1 over the last 4,096 of them. Set your own limit.
 """
 

@@ -22,8 +22,8 @@ The critic learns A_t + V_t with its own loss, optimiser and schedule (`finetune
 
 Source: Schulman et al. 2017 (arXiv 1707.06347) and 2016 (arXiv 1506.02438).
 
-1. Time runs over own tokens only. The environment's tokens between two turns aren't steps, so the value before them
-   bootstraps from the value after them.
+1. Only own tokens are time steps, not the environment's tokens between two turns. The last token of a turn therefore
+   bootstraps from the value of the next turn's first token.
 2. An episode that was cut off (truncated, or at a limit) bootstraps from the critic's value of the state after its last
    own token. The environment's last observation isn't read, because no prompt was made from it.
 """
@@ -67,5 +67,6 @@ corrects for the difference between that policy and the sampler.
 
 Source: Hilton et al. 2022 (arXiv 2110.00641); Fu et al. 2025, "AReaL" (arXiv 2505.24298).
 
-1. With one update per rollout batch, prox is lp itself without gradient and costs no forward pass.
+1. prox is the log-prob at the start of the update. With one update per rollout batch, it equals lp, without gradient,
+   and costs no forward pass.
 """

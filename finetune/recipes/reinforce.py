@@ -16,8 +16,8 @@ reinforce = Recipe(
 
 Source: TapeAgents 0.1.16, finetune.rl with `algo: reinforce`.
 
-1. Group statistics are taken over episodes. TapeAgents takes them over model calls, so a tape with more calls has more
-   weight in its group's mean.
+1. The group's mean and deviation are taken over episodes. TapeAgents takes them over model calls, so an episode with
+   more calls has more weight in the mean.
 2. In a group whose rewards are all equal, every advantage is exactly 0. In TapeAgents, rounding makes it up to 1e-3.
 3. beta is 0, so no reference model is needed. If beta is set, the KL estimator is k3.
 """

@@ -2,8 +2,9 @@
 
 A checkpoint holds the policy in Hugging Face format and the trainer's state (optimiser, counts, reward moments, KL
 coefficients, running average, critic, random numbers). `taught.jsonl` has the digests of every tape that was trained
-on. The loop needs `state.json` to continue the run, and an auditor needs it to check the run. Nothing is unpickled:
-tensors are read from safetensors or with `torch.load(weights_only=True)`.
+on. `state.json` has the facts that the loop needs to continue the run, and that an auditor checks.
+
+Reading a checkpoint unpickles nothing: tensors are read from safetensors or with `torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class Checkpoint:
         return weights
 
     def taught(self) -> dict[str, tuple[str, ...]]:
-        """Return the digests of each tape that was trained on, by tape id. The tape's own digest comes first, then the
-        digests of the layers that it was read with.
+        """Return the content of each tape that was trained on, by tape id: the tape's own digest, then the digests of
+        its layers (labels or rewards that were added later).
 
         The result is empty if the checkpoint has no list. Raises BadCheckpoint if `taught.jsonl` can't be read, or its
         digest isn't the recorded one."""
@@ -101,7 +102,8 @@ class Checkpoint:
 
 
 def copied_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return a copy of every parameter and buffer in `state_dict`, which is safe to hand to another thread."""
+    """Return a copy of every parameter and buffer in the model's `state_dict`. Another thread can use it while the
+    model changes."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
@@ -119,9 +121,9 @@ def save_checkpoint(
 ) -> Checkpoint:
     """Write the checkpoint `directory/update-NNNNNN` durably, in place of any checkpoint of that name.
 
-    All files are written and synced in a directory with a hidden name, which is then renamed. At worst, a crash leaves
-    a hidden directory (`.partial`, `.gone`), which readers ignore. `check` is called just before the rename. If it
-    raises, the old checkpoint is kept. The rename fails if another process has called `remove_partial` meanwhile.
+    All files are written and synced in a hidden directory, which is then renamed. At worst, a crash leaves a hidden
+    directory (`.partial`, `.gone`), which readers ignore. `check` is called just before the rename. If `check` raises,
+    the old checkpoint is kept. The rename fails if another process has called `remove_partial` meanwhile.
     """
     REAL.make_folder(directory)
     target = directory / f"update-{update:06d}"
@@ -173,8 +175,8 @@ def _with(model: nn.Module, weights: Mapping[str, Tensor]) -> Any:
 def prune(directory: Path, *, keep: int | None = None, keep_bytes: int | None = None, best: int | None = None) -> None:
     """Delete the oldest checkpoints until at most `keep` of them and `keep_bytes` bytes are left. None means no bound.
 
-    The newest checkpoint, the base (update 0), the checkpoint of update `best` and pinned checkpoints are never
-    deleted, so the checkpoints that are left may exceed the bounds.
+    Four kinds of checkpoints are never deleted: the newest one, the base (update 0), the one of update `best`, and
+    pinned ones. So the checkpoints that are left may exceed the bounds.
     """
     found = checkpoints(directory, damaged=False)
     sizes = {one.path: one.bytes for one in found} if keep_bytes is not None else {}
@@ -198,7 +200,7 @@ def _set_aside(path: Path) -> Path:
 
 
 def remove_partial(directory: Path) -> None:
-    """Remove the checkpoints that an earlier process didn't complete. If that process still runs, its rename fails."""
+    """Remove incomplete checkpoints of an earlier process. If this process still runs, it fails to complete them."""
     for partial in directory.glob(f".update-*{_PARTIAL}"):
         shutil.rmtree(partial)
 

@@ -1,12 +1,12 @@
 """The critic, which gives each own token a value. Its loss, optimiser and schedule are separate from the policy's.
 
-The value of a token is the value of the state before the token. It is computed from the hidden state that predicts the
-token. The state after an answer also has a value, with the same target as the policy's next token. If an episode was
-cut off, its returns continue with this value.
+The value of a token is the value of the state before the token, computed from the hidden state that predicts the token.
+The state after an answer has a value too. It learns the same target as the next token of the policy. If an episode was
+cut off after an answer, its return continues with this value.
 
-`Critic.of` makes a critic with its own body, which is a copy of the policy's body. `Critic.on` makes a critic with only
-a head, which reads the policy's hidden states without gradient. This is cheaper, and the states improve with the
-policy.
+`Critic.of` makes a critic with its own body, which is a copy of the policy's body. `Critic.on` makes a critic that is
+only a head. The head reads the policy's hidden states without gradient, which is cheaper, and these states improve with
+the policy.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Value(Term):
 
         l = 1/2 max((V - R)^2, (v + clip(V - v, -c, c) - R)^2)        with clip c; without, 1/2 (V - R)^2
 
-    The critic has its own optimiser and its own denominator. Its loss is the mean over the tokens that entered the
-    update, whatever weights the recipe uses.
+    The loss of the critic is the mean over the tokens that entered the update, whatever weights the recipe uses.
     """
 
     clip: float | None = Field(default=0.2, gt=0)
-    """How far a value may move from its old value before its loss stops having a gradient. None sets no bound."""
+    """Largest distance from a token's old value. A value that moved further towards its target has no gradient. None
+    sets no bound."""
 
     def __call__(self, value: Tensor, old: Tensor, target: Tensor, context: Context) -> Tensor:
-        """Return the losses (n,)."""
+        """Return the losses (n,) of the tokens with these values, old values and targets."""
         error = (value - target).square()
         if self.clip is None:
             return error / 2
@@ -56,7 +56,8 @@ class Value(Term):
 
 
 class Critic(nn.Module):
-    """Computes values from hidden states h: V = mean + std * head(h). Without `normalised`, mean is 0 and std is 1."""
+    """Computes the value V = mean + std * head(h) from a hidden state h. Without `normalised`, mean is 0 and std is
+    1."""
 
     mean: Tensor
     std: Tensor
@@ -71,15 +72,19 @@ class Critic(nn.Module):
         model: nn.Module | None = None,
         vision: Vision | None = None,
     ) -> None:
-        """`model` is the model that contains `body`: the policy, or the critic's own copy of a vision model. It is None
-        if the critic owns only the body. `vision` has the details of how `model` sees pictures."""
+        """Make a critic that reads the hidden states of `body`, which have `hidden` dimensions.
+
+        `model` is the model that contains `body`: the policy, or the critic's own copy of a vision model. It is None if
+        the critic owns only the body. `vision` describes how `model` sees pictures, or is None for a text model.
+        """
         super().__init__()
         reference = next(body.parameters())
         self.head = nn.Linear(hidden, 1, dtype=reference.dtype, device=reference.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.owns_body = owns_body
-        # The policy's body is not a submodule, because its weights are saved, trained and moved with the policy.
+        # The lists keep torch from registering the policy's body as a submodule. Its weights are saved, trained and
+        # moved with the policy.
         self._body = [body]
         self._seer = [body if model is None else model]
         self.vision = vision
@@ -108,7 +113,7 @@ class Critic(nn.Module):
 
     @property
     def home(self) -> nn.Module:
-        """The model that provides the weights for a forward pass: the critic itself, or the policy."""
+        """The module whose weights a forward pass uses: the critic itself if it owns a body, otherwise the policy."""
         return self if self.owns_body else self.seer
 
     def get_decoder(self) -> nn.Module:
@@ -137,7 +142,7 @@ class Critic(nn.Module):
 
     @property
     def fresh(self) -> bool:
-        """True until the first scale is set."""
+        """True until `begin` has set a mean and deviation."""
         return float(self.mean) == 0 and float(self.std) == 1
 
     def begin(self, mean: float, std: float) -> None:
@@ -149,7 +154,7 @@ class Critic(nn.Module):
     def rescale(self, mean: float, std: float) -> None:
         """Set a new mean and deviation of the targets, and correct the head so that no value changes (PopArt).
 
-        Without the correction, each change of scale would move all values at once, and with them the next advantages.
+        Without the correction, each new scale would change all values, and so the next advantages.
         """
         old_mean, old_std = float(self.mean), float(self.std)
         self.head.weight.mul_(old_std / std)
@@ -169,9 +174,10 @@ class CriticState(TypedDict):
 
 
 class CriticTrainer:
-    """Trains a critic on the targets (advantage + old value) of each update.
+    """Trains a critic. Its target for a token is advantage + old value.
 
-    Weight decay applies to all of the critic's parameters, while the policy's trainer excludes vectors (norms, biases).
+    Weight decay applies to all parameters of the critic. In the policy's trainer, it doesn't apply to vectors (norms,
+    biases).
     """
 
     def __init__(
@@ -184,10 +190,10 @@ class CriticTrainer:
         balance: float = 0.0,
         ranks: Ranks | None = None,
     ) -> None:
-        """`passes` is the number of optimiser steps on each update's targets. With one step, the critic learns too
-        slowly for a short run. `balance` is the coefficient of the load-balancing loss (`router`). It is only used if
-        the critic has its own body. The head keeps the dtype of its weights under `options.autocast`. `ranks` are the
-        processes that step together, as in the policy's trainer."""
+        """`passes` is the number of optimiser steps on each update's targets. A single step makes the critic learn too
+        slowly for a short run. `balance` is the coefficient of the load-balancing loss (`router`), which is only used
+        if the critic has its own body. `options.autocast` doesn't apply to the head. `ranks` are the processes that
+        step together."""
         self.critic = critic
         self.ranks = ranks or Ranks()
         if critic.owns_body:
@@ -223,8 +229,10 @@ class CriticTrainer:
         return out
 
     def valued(self, rows: Sequence[Row], stream: Stream, *, ends: bool) -> Stream:
-        """Return `stream` with the values of `rows` in the column `value`. If `ends` is True, the values of the states
-        after answers are in the column `after`."""
+        """Return `stream`, which was made from `rows`, with the critic's values in the column `value`.
+
+        If `ends` is True, the column `after` has the values of the states after answers.
+        """
         if not ends:
             return stream.having(value=self.values(rows))
         longer, order = _with_ends(rows, stream.ends)
@@ -237,8 +245,8 @@ class CriticTrainer:
         return plan(rows, live=live, micro_tokens=self.options.micro_tokens, vision=self.critic.vision)
 
     def _value(self, micro: Micro, load: Load | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the values (n,) and the micro-batch's part of the load-balancing loss, which is None without
-        `load`."""
+        """Return the values (n,) of the micro-batch's tokens, and its part of the load-balancing loss. Without `load`,
+        this part is None."""
 
         def forward() -> tuple[Tensor, Tensor | None]:
             if load is None:
@@ -250,9 +258,10 @@ class CriticTrainer:
             return self.ranks.run(self.critic.home, forward)
 
     def update(self, rows: Sequence[Row], stream: Stream, target: Tensor, entered: Tensor) -> Sums:
-        """Train towards `target` (T,) on the tokens that `entered` (T,) bool marks. `valued` made `stream` from `rows`.
+        """Train the critic towards `target` (T,) on the tokens that `entered` (T,) bool marks.
 
-        Return the metrics of the first pass. They count a skip in any of the passes.
+        `stream` comes from `valued(rows, ...)`. Returns the metrics of the first pass, and whether any pass was
+        skipped.
         """
         assert stream.value is not None, "a stream that `valued` made"
         sums, old = Sums(), stream.value
@@ -273,7 +282,7 @@ class CriticTrainer:
         return sums
 
     def _pass(self, rows: Sequence[Row], old: Tensor, target: Tensor, entered: Tensor, sums: Sums) -> bool:
-        """Take one optimiser step. Return False if a number wasn't finite on any rank."""
+        """Take one optimiser step. If a number wasn't finite on some rank, change nothing and return False."""
         context = Context(sums=sums, add_up=self.ranks.add_up)
         n = float(self.ranks.add_up(entered.sum(dtype=torch.float64)))
         self.optimizer.zero_grad(set_to_none=True)
@@ -341,10 +350,11 @@ class CriticTrainer:
 
 
 def _with_ends(rows: Sequence[Row], ends: Tensor) -> tuple[list[Row], Tensor]:
-    """Add an own position after each token that `ends` (T,) bool marks, so that the state after the token is read.
+    """Add a position after each token that `ends` (T,) bool marks, so that a value of the state after this token is
+    computed.
 
-    Return the longer rows, and the index of each of their own positions in a column. The column has all T own tokens
-    first, and then all added positions."""
+    Return the longer rows, and an index for each of their own positions: 0 to T - 1 for the tokens of `rows`, and
+    larger numbers for the added positions."""
     longer = list[Row]()
     for row, mine in zip(rows, ends.split([len(row.own) for row in rows]), strict=True):
         index = np.repeat(np.arange(len(row.own)), 1 + mine.numpy())

@@ -1,13 +1,14 @@
 """Data-parallel training. Rank 0 rolls out, records and decides, and every rank computes its share of each update.
 
-Rank 0 runs the training loop. Its trainers are `DistributedTrainer`s: each call is broadcast to all ranks, every rank
-runs it on its share of the episodes, and the trainer joins the results. The other ranks wait in `Processes.follow`,
-which returns when rank 0 finishes and raises when rank 0 is lost. Only rank 0 touches the run directory.
+Rank 0 runs the training loop and is the only rank that touches the run directory. Its trainer, a `DistributedTrainer`,
+broadcasts each call to all ranks. Every rank runs the call on its share of the episodes, and the trainer joins the
+results. The other ranks wait for calls in `Processes.follow`, which returns when rank 0 finishes and raises an error if
+rank 0 is lost.
 
-A share consists of whole groups and whole families of forks. Advantages are computed within a group, so if a group were
-split, each attempt would be compared with only some of the others. Shares have similar numbers of tokens, and may be
-empty. If weights are sharded over the ranks, rank 0 also keeps a whole copy. It samples with this copy, publishes it
-and writes it to checkpoints.
+A share consists of whole groups, because advantages compare the attempts of a group. Forks of one turn stay together
+for the same reason. Shares have similar numbers of tokens, and may be empty.
+
+If weights are sharded over the ranks, rank 0 also keeps a whole copy for sampling, publishing and checkpoints.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ _Share = tuple[Tensor, Tensor, Sums, float, dict[str, float], Skip | None]
 """One rank's result of a step: the positions of its tokens in the whole stream, their weights, the metrics, the loss,
 the parts of the loss, and the reason for a skip."""
 MakeTrainer = Callable[[str, nn.Module, Ranks], Trainer]
-"""Takes (phase, model to train, ranks) and returns a new trainer, which must be the same on every rank."""
+"""Function that takes (phase, model to train, ranks) and returns a new trainer. It must do the same on every rank."""
 
 
 @contextmanager
 def launched(*, shard: bool = False, timeout: float = 1800.0) -> Iterator[Ranks]:
     """Yield the ranks that `accelerate launch` or `torchrun` started, or a single rank without a launcher.
 
-    With `shard`, each process holds a part of each weight instead of a copy. A process raises RankLost if another
-    process doesn't answer for `timeout` seconds.
+    If `shard` is True, each process holds only a part of each weight. If another process doesn't answer for `timeout`
+    seconds, RankLost is raised.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield Ranks()
@@ -62,10 +63,11 @@ def launched(*, shard: bool = False, timeout: float = 1800.0) -> Iterator[Ranks]
 
 
 class Processes:
-    """This process as a member of the group that computes updates together."""
+    """One process (rank) of the group that computes updates together. Rank 0 gives commands, and the others
+    `follow`."""
 
     def __init__(self, ranks: Ranks, model: nn.Module, make_trainer: MakeTrainer) -> None:
-        """Only rank 0's `model` needs the right weights. They are copied to the other ranks for each new trainer."""
+        """`model` needs the right weights only on rank 0. For each new trainer, they are copied to the other ranks."""
         self.ranks = ranks
         self.model = model
         self.make_trainer = make_trainer
@@ -105,9 +107,8 @@ class Processes:
     def leading(self) -> Iterator[None]:
         """Return a context in which an error on rank 0 stops the other ranks too. Only for rank 0.
 
-        If the error occurs while a command runs, nothing is broadcast. At that point, the other ranks wait in a
-        collective operation of the command and would read the message as its data. They raise RankLost when this
-        process ends.
+        The error is broadcast to them, unless a command is running. In that case the other ranks wait in a collective
+        operation of the command, and would read the message as its data. They raise RankLost when this process ends.
         """
         try:
             yield
@@ -119,8 +120,8 @@ class Processes:
     # On the other ranks
 
     def follow(self) -> object:
-        """Run rank 0's commands until it finishes, and return its result. Raises RankLost if rank 0 fails or is
-        gone."""
+        """Run the commands of rank 0 until it calls `finish`, and return the result that it passes. Raises RankLost if
+        rank 0 fails or is gone."""
         while True:
             command, arguments = cast("tuple[str, Any]", self.ranks.broadcast())
             if command == "end":
@@ -157,8 +158,11 @@ class Processes:
         demonstrations: Sequence[Row],
         version: str | None,
     ) -> list[tuple[Tensor, dict[str, Tensor | None]]]:
-        """Compute the advantages of this rank's share. For every rank, return the positions of its tokens in the whole
-        stream, and its columns."""
+        """Compute the advantages of this rank's share.
+
+        Return the results of all ranks: the positions of a rank's tokens in the stream of the whole batch, and the
+        columns for these tokens.
+        """
         own = share(rows, episodes, self.ranks.size)[self.ranks.rank]
         names = {episodes[i].tape for i in own}
         self.mine = torch.tensor(own, dtype=torch.int64)
@@ -175,12 +179,12 @@ class Processes:
         return self.ranks.all_gather((self.places, {name: getattr(self.held.batch, name) for name in columns}))
 
     def _own_demonstrations(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Return this rank's share of the demonstrations, which consists of whole tapes."""
+        """Return the demonstrations that this rank trains on. They are whole tapes."""
         tapes = set(list(dict.fromkeys(row.tape for row in rows))[self.ranks.rank :: self.ranks.size])
         return [row for row in rows if row.tape in tapes]
 
     def _step(self, episodes: Tensor | None, demonstrations: Sequence[Row]) -> tuple[UpdateStats, list[_Share]]:
-        """Take one optimiser step. Return this rank's statistics and every rank's share of the result."""
+        """Take one optimiser step. Return this rank's statistics, and the results of all ranks in order."""
         own = self.member.demonstrations_of(self._own_demonstrations(demonstrations))
         held = replace(self.held, demonstrations=own)
         stats = self.member.step(held, episodes=None if episodes is None else episodes[self.mine])
@@ -202,17 +206,17 @@ class Processes:
 
 @dataclass(frozen=True, kw_only=True)
 class _WholeBatch(Prepared):
-    """A batch that the ranks hold in shares."""
+    """A batch on rank 0. Each rank holds its share of it."""
 
     number: int
-    """Number of this batch among the batches of one trainer. The ranks hold only the latest batch."""
+    """How many batches the trainer had prepared with this one. The ranks hold only the latest batch."""
 
 
 class DistributedTrainer(PolicyTrainer):
-    """Rank 0's trainer, which takes whole batches and returns whole statistics, as one process would.
+    """The trainer on rank 0. It takes whole batches and returns statistics over all ranks, like a trainer in one
+    process.
 
-    Everything that is the same on all ranks (model, recipe, schedule, number of steps) is read from this rank's own
-    trainer.
+    Model, recipe, schedule and number of steps are the same on all ranks, so they are read from rank 0's own trainer.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -251,8 +255,8 @@ class DistributedTrainer(PolicyTrainer):
         )
 
     def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
-        """Return all demonstrations with the weights that the ranks use. They are computed here without asking the
-        ranks, because each rank also divides by the number of tokens on all ranks."""
+        """Return all demonstrations, with the weight of each token's loss. The ranks compute the same weights, because
+        they divide by the number of tokens on all ranks."""
         return (rows, imitation_part(rows)) if rows else None
 
     def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
@@ -297,8 +301,8 @@ class DistributedTrainer(PolicyTrainer):
 
 
 def with_files(rows: Sequence[Row]) -> Sequence[Row]:
-    """Return the rows with the bytes of their pictures, for processes that don't read the run directory. Each picture
-    is included once."""
+    """Return the rows with the bytes of their pictures, because only rank 0 reads the run directory. Each picture is
+    included once."""
     ways = {name: row.file for row in rows for place in row.places for name in place.media}
     files = {name: file(name) for name, file in ways.items() if file is not None}
     return [replace(row, file=files.__getitem__) if row.file is not None else row for row in rows]
@@ -308,8 +312,8 @@ def share(rows: Sequence[Row], episodes: Sequence[Episode], parts: int) -> list[
     """Split the episodes into `parts` parts, and return the indices of each part's episodes in order.
 
     The episodes of a group and the forks of one turn stay together, as a family. Families are assigned from the largest
-    to the smallest, each to the part with the fewest tokens so far. Every rank computes this by itself. If the ranks
-    disagreed, a group could be trained on twice, so ties are broken by number.
+    to the smallest, each to the part with the fewest tokens so far. Every rank computes the split by itself and must
+    get the same result, so ties are broken by number.
     """
     family = _families(episodes)
     index = {episode.tape: k for k, episode in enumerate(episodes)}
@@ -324,8 +328,8 @@ def share(rows: Sequence[Row], episodes: Sequence[Episode], parts: int) -> list[
 
 
 def _families(episodes: Sequence[Episode]) -> list[int]:
-    """Return a family number for each episode. Episodes are in the same family if they share a group or a fork, or if a
-    chain of other episodes connects them in this way."""
+    """Return a family number for each episode. Episodes with the same group or the same fork have the same family, and
+    so do episodes that are connected through others."""
     above = list(range(len(episodes)))  # union-find: each episode points towards the head of its family
 
     def head(k: int) -> int:
@@ -342,7 +346,8 @@ def _families(episodes: Sequence[Episode]) -> list[int]:
 
 
 def _sizes(batches: Sequence[int], own: Sequence[int]) -> list[int]:
-    """Return how many of the episodes `own` are in each rollout batch. `batches` has the sizes of these batches."""
+    """Return how many of the episodes with indices `own` are in each rollout batch. `batches` are the sizes of all
+    rollout batches, in order."""
     sizes, first = [], 0
     for size in batches:
         sizes.append(sum(first <= k < first + size for k in own))
@@ -351,7 +356,7 @@ def _sizes(batches: Sequence[int], own: Sequence[int]) -> list[int]:
 
 
 def _places(rows: Sequence[Row], tapes: set[str]) -> Tensor:
-    """Return the positions (t,) int64 that the own tokens of `tapes` have in the stream of all rows."""
+    """Return the positions (t,) int64 of all own tokens of `tapes` in the stream that is made from `rows`."""
     mine = [torch.full((len(row.own),), row.taught_by in tapes, dtype=torch.bool) for row in rows]
     return torch.cat(mine).nonzero()[:, 0] if mine else torch.zeros(0, dtype=torch.int64)
 

@@ -108,7 +108,7 @@ def log_probs(
     entropy: bool = False,
     barred: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probs (n,) of the tokens and, if `entropy` is True, the entropies (n,) of their distributions.
+    """Return the log-probs (n,) of the tokens, and the entropies (n,) of their distributions or None without `entropy`.
     Both are in float32 or wider.
 
     The inputs are `hidden` (n, D), the output layer's `weight` (V, D) and `bias` (V,), the ids `token` (n,), and

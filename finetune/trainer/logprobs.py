@@ -1,7 +1,7 @@
 """Log-probs of own tokens under a model. Only this module and `micro_batches` deal with prompts and padding.
 
-Hidden states are read only where they predict own tokens, and logits are computed in chunks (`lm_head`). A long prompt
-that a group's rows share is forwarded once. Its keys and values, with their gradient, are used for all these rows.
+Logits are computed only for own tokens, and in chunks (`lm_head`). A long prompt that all rows of a group share is
+forwarded once. All these rows use its keys and values, and their gradient flows back through them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ __all__ = ["MICRO_TOKENS", "Micro", "Scores", "UnsupportedModel", "forward", "pl
 
 
 class UnsupportedModel(TapereelError, ValueError):
-    """Raised if `score` can't compute a model's log-probs exactly. The message names the part that prevents it."""
+    """Raised for a model whose log-probs `score` can't compute exactly. The message names the part of the model that
+    prevents it."""
 
 
 _Inputs = dict[str, Tensor | list[Tensor]]
@@ -49,7 +50,7 @@ def forward(model: nn.Module, micro: Micro, how: Score = RECORDED, *, entropy: b
 
 
 def read_out(model: nn.Module, hidden: Tensor, micro: Micro, how: Score, *, entropy: bool = False) -> Scores:
-    """Return the scores from the hidden states (n, D) that `states` returned."""
+    """Return the scores of the micro-batch's tokens, from the hidden states (n, D) that predict them (see `states`)."""
     _, output = parts(model)
     temperature = torch.ones_like(micro.temperature) if how.temperature == "one" else micro.temperature
     if not bool((temperature > 0).all()):
@@ -63,7 +64,7 @@ def read_out(model: nn.Module, hidden: Tensor, micro: Micro, how: Score, *, entr
         wide = how.head == "float32"
         dtype = torch.promote_types(output.weight.dtype, torch.float32) if wide else output.weight.dtype
         weight, bias = output.weight.to(dtype), None if output.bias is None else output.bias.to(dtype)
-        # Temperature 1 scores the model's own distribution, so ids that sampling excluded are included.
+        # With `temperature = one`, the model's own distribution is scored, including the ids that the sampler excluded.
         barred = None if how.temperature == "one" else micro.barred
         found = head.log_probs(hidden.to(dtype), weight, bias, micro.token, temperature, entropy=entropy, barred=barred)
         return Scores(*found)
@@ -101,9 +102,9 @@ def inputs(body: nn.Module, micro: Micro, model: nn.Module) -> tuple[_Inputs | N
 
 
 def reaching(hidden: Tensor, modules: Sequence[nn.Module]) -> Tensor:
-    """Return `hidden`, made to depend on every trained weight of `modules` with a gradient of 0.
+    """Return `hidden` with the same values, but connected to every trained weight of `modules` with a gradient of 0.
 
-    Otherwise the weights of a vision tower would have a gradient only if a micro-batch shows a picture. Ranks with and
+    Otherwise the weights of a vision tower would have a gradient only if a micro-batch has a picture. Ranks with and
     without a picture would then sum different sets of gradients, and wait for each other until the time limit.
     """
     weights = dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad)
@@ -146,8 +147,11 @@ def score(
 
 
 def parts(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
-    """Return the body, which computes hidden states, and the output layer. Raises UnsupportedModel if the logits aren't
-    just the output of a linear layer. The log-probs here would then differ from the sampling engine's."""
+    """Return the body of a model, which computes hidden states, and its output layer.
+
+    Raises UnsupportedModel if the logits aren't just the output of a linear layer, for example if they are scaled.
+    Log-probs that are computed here would then differ from the sampling engine's.
+    """
     base: Any = whole_model(model)
     output = base.get_output_embeddings()
     if not isinstance(output, nn.Linear):
@@ -166,8 +170,8 @@ def parts(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
 
 
 def shares_prefixes(model: nn.Module) -> bool:
-    """Return True if the keys and values of a prefix can be used for several rows. This requires full attention. It
-    doesn't work with gradient checkpointing, which would compute the cache twice."""
+    """Return True if several rows can use the keys and values of one prefix. This requires a model with full attention,
+    and no gradient checkpointing, which would compute the cache twice."""
     base: Any = whole_model(model)
     config = base.config.get_text_config()  # for a vision model, that of its language part
     kinds = getattr(config, "layer_types", None) or ["full_attention"]

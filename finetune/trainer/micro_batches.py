@@ -1,7 +1,9 @@
-"""Micro-batches: the rows that are forwarded together, and the positions that predict the wanted tokens.
+"""Micro-batches: the rows that are forwarded together, and the positions that predict the wanted tokens. The wanted
+tokens are those whose log-probs or values are needed.
 
-Rows of similar length form a batch, padded on the right and cut after their last wanted token. A causal model attends
-only to the left, so right padding needs no mask. Neither the padding nor the other rows of the batch change a log-prob.
+Rows of similar length form a micro-batch. Each row is cut after its last wanted token and padded on the right. A causal
+model attends only to the left, so right padding needs no mask. Neither the padding nor the other rows change a
+log-prob.
 
 Rows may also be packed end to end into one row without padding. Positions restart at each row, so that attention
 doesn't cross the boundaries. This needs a kernel that knows the boundaries (variable-length attention on GPU). On a
@@ -30,21 +32,23 @@ measurements with small models on one CPU thread."""
 SHARE_TOKENS = 64
 """Length of the shortest prefix that is worth its own forward pass."""
 SHARE_SAVED = 0.25
-"""Smallest saving, as a share of a group's tokens, for which the group's shared prefix is forwarded once. Measured with
-groups of 8 rows with 64 tokens each after the prefix: an update takes 1.04 times as long as without sharing if 16 % are
-saved, 0.65 times for 43 %, 0.35 times for 70 % and 0.20 times for 82 %."""
+"""A group's shared prefix is forwarded once if this saves at least this share of the group's tokens.
+
+Measured with groups of 8 rows with 64 tokens each after the prefix: an update takes 1.04 times as long as without
+sharing if 16 % are saved, 0.65 times for 43 %, 0.35 times for 70 % and 0.20 times for 82 %.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pictures:
-    """The pictures in a micro-batch. Each is included once, however many rows show it."""
+    """The pictures in a micro-batch. A picture in several rows is included once."""
 
     vision: Vision
     shown: tuple[tuple[Place, Callable[[str], bytes]], ...]
-    """For each picture, one of its places, and the function that returns the bytes of its files."""
+    """For each picture, one of its places in the rows, and the function that returns the bytes of its files."""
     where: Tensor
-    """(B, P + L) int64: index of each token into `features`, or -1 if it has no feature. The shared prefix comes
-    first."""
+    """(B, P + L) int64: for each token of a picture, the index of its feature in `features`. -1 for all other tokens.
+    The shared prefix comes first."""
 
     def features(self, model: nn.Module) -> Tensor:
         """Return the features (N, levels, D) of all pictures, with gradient if the tower or the projector is
@@ -59,7 +63,8 @@ class Micro:
     ids: Tensor
     """(B, L) int64 token ids, without a shared prefix."""
     at: Tensor
-    """(n,) int64 index into the B * L positions: for each wanted token, the position before it, which predicts it."""
+    """(n,) int64: for each wanted token, the position that predicts it, which is the one before it. The B * L positions
+    of `ids` are counted row by row."""
     token: Tensor
     """(n,) int64 ids of the wanted tokens."""
     temperature: Tensor
@@ -71,19 +76,21 @@ class Micro:
     prefix: Tensor | None
     """(P,) int64 ids that all rows begin with, which are forwarded once. None if there is no shared prefix."""
     packed: Tensor | None = None
-    """(1, L) int64 index of each token in its own row, if rows are packed into one. None if they are padded."""
+    """(1, L) int64: if rows are packed into one, the index of each token in its original row. None if rows are
+    padded."""
     positions: Tensor | None = None
-    """(axes, B, P + L) int64 rotary positions, with the shared prefix first. If None, the body counts the tokens."""
+    """(axes, B, P + L) int64 rotary positions, with the shared prefix first. If None, the model numbers the tokens
+    itself."""
     pictures: Pictures | None = None
-    """If None, no row shows a picture, and the body gets only token ids, as in a text model."""
+    """The pictures in the rows, or None if there are none."""
     barred: Tensor | None = None
-    """(2, m) int64: id `barred[1, k]` was excluded when wanted token `barred[0, k]` was sampled. None excludes no
-    id."""
+    """(2, m) int64: ids that the sampler excluded. The id `barred[1, k]` was excluded when the wanted token `barred[0,
+    k]` was sampled. None if no ids were excluded."""
 
     @classmethod
     def idle(cls) -> Micro:
-        """Return a micro-batch without a wanted token. A rank forwards it if other ranks have more micro-batches. It
-        adds exactly 0 to every gradient."""
+        """Return a micro-batch without a wanted token, which adds exactly 0 to every gradient. A rank forwards it to
+        keep step with ranks that have more micro-batches."""
         none = torch.zeros(0, dtype=torch.int64)
         ids = torch.zeros(1, 1, dtype=torch.int64)
         return cls(ids=ids, at=none, token=none, temperature=torch.zeros(0), index=none, there=ids.bool(), prefix=None)
@@ -98,7 +105,8 @@ def plan(
     pack: bool = False,
     vision: Vision | None = None,
 ) -> list[Micro]:
-    """Return micro-batches that together hold every own token once, or only the tokens where `live` (T,) is True.
+    """Return micro-batches that together hold each wanted token once. All own tokens are wanted, or with `live`, (T,)
+    bool, only those that it marks.
 
     Rows without a wanted token are left out. A row is a micro-batch by itself if its tokens and picture patches exceed
     `micro_tokens`. With `share`, the prefix that a group's rows share is forwarded once if that saves enough. With
@@ -133,7 +141,8 @@ def plan(
 def _families(
     rows: Sequence[Row], wanted: Sequence[NDArray], length: NDArray, order: Sequence[int]
 ) -> list[tuple[list[int], int]]:
-    """Return (rows, length of their shared prefix) for each group that shares enough, then (other rows, 0)."""
+    """Return (rows of a group, length of their shared prefix) for each group that shares enough, then (all other rows,
+    0)."""
     groups: dict[str, list[int]] = {}
     for i in order:
         groups.setdefault(rows[i].group, []).append(i)
@@ -150,10 +159,10 @@ def _families(
 
 
 def _common(rows: Sequence[Row], most: int) -> int:
-    """Return the length of the common beginning of all rows, but at most `most` tokens.
+    """Return the length of the prefix that all rows share, but at most `most` tokens.
 
-    Callers choose `most` so that the prefix ends before the position that predicts the first wanted token. This is
-    because hidden states are read only after the prefix.
+    Hidden states are read only after the prefix. So callers choose `most` such that the prefix ends before the position
+    that predicts the first wanted token.
     """
     first = keys(rows[0].input_ids, rows[0].places)
     for row in rows[1:]:
@@ -168,11 +177,12 @@ class _Batches:
     length: NDArray
     start: NDArray
     shown: Sequence[Sequence[Place]]
-    """For each row, the places in the part of the row that is forwarded."""
+    """For each row, the places of pictures in the part of the row that is forwarded."""
     vision: Vision | None
 
     def of(self, order: Sequence[int], prefix: int, micro_tokens: int, pack: bool) -> list[Micro]:
-        """Return micro-batches of the rows in this order. Each ends where the next row would exceed the budget."""
+        """Return micro-batches of the rows in this order. A new one begins when the next row would exceed
+        `micro_tokens`."""
         groups: list[list[int]] = []
         group: list[int] = []
         longest, total, patches = 0, 0, dict[int, int]()
@@ -226,7 +236,8 @@ class _Batches:
         packed: Tensor | None,
         corners: Sequence[tuple[int, int]],
     ) -> Micro:
-        """`corners` has the (row, column) of each row's first token in the micro-batch's (B, P + L) tokens."""
+        """`corners` has the position (row, column) of each row's first token in the micro-batch, which is a table (B, P
+        + L)."""
         wanted = [(self.rows[i], self.wanted[i], self.start[i]) for i in group]
         before = np.cumsum([0, *(len(mine) for _, mine, _ in wanted)])
         barred = [row.barred(mine, first) for (row, mine, _), first in zip(wanted, before, strict=False) if row.bars]
@@ -249,8 +260,8 @@ class _Batches:
     def _seen(
         self, group: Sequence[int], shape: tuple[int, int], corners: Sequence[tuple[int, int]], packed: bool
     ) -> tuple[Tensor | None, Pictures | None]:
-        """Return (rotary positions, pictures). Packed rows need positions even without a picture, because the body
-        finds the end of a row only if positions are given."""
+        """Return (rotary positions, pictures). With packed rows, a vision model needs positions even without a picture,
+        because they show where each row ends."""
         vision = self.vision
         if vision is None or not (packed or any(self.shown[i] for i in group)):
             return None, None

@@ -12,7 +12,8 @@ from .schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """The options that all trainers have: AdamW, the learning-rate schedule and the use of memory."""
+    """The options that the trainers of policy and critic share: AdamW, the learning-rate schedule and the use of
+    memory."""
 
     lr: float = 1e-5
     betas: tuple[float, float] = (0.9, 0.95)

@@ -1,14 +1,15 @@
 """Collective operations of the processes (ranks) that take one optimiser step together.
 
-Each rank holds whole groups and whole episodes, and may hold none. Denominators are added up over the ranks before the
-first micro-batch. Gradients are then summed, not averaged, because each loss was already divided by the total over all
-ranks. So the sum equals the gradient that a single process would compute over all the data, however unevenly tokens,
-rows or micro-batches are split. Either all ranks step or none does, because a rank that stepped alone would have
-different weights after that.
+Each rank holds whole groups and whole episodes, and may hold none. Before the first micro-batch, denominators (such as
+numbers of tokens) are added up over the ranks, and each rank divides its loss by the total. So gradients are summed,
+not averaged. The sum equals the gradient that a single process would compute over all the data, however unevenly
+tokens, rows or micro-batches are split.
 
-`Ranks` is a single process. `DataParallelRanks` are processes that each have a copy of the model. `ShardedRanks` are
-processes that each have a part of every weight (FSDP2). `distributed.py` explains which rank rolls out and how the
-ranks get their rows.
+Either all ranks step or none does. A rank that stepped alone would have other weights than the rest.
+
+Three classes have the same methods. `Ranks` is for a single process. `DataParallelRanks` is for processes that each
+have a copy of the model. `ShardedRanks` is for processes that each have a part of every weight (FSDP2).
+`distributed.py` explains which rank rolls out and how the ranks get their rows.
 
 1. accelerate's DDP and torch's DDP are not used. Both divide each rank's gradient by the number of ranks, which is
    right only for means over equal parts. DDP, like FSDP, also hangs if one rank has fewer micro-batches than another.
@@ -39,12 +40,13 @@ class RankLost(TapereelError, RuntimeError):
 
 
 class Ranks:
-    """A single process, so every sum over the ranks is just the process's own value."""
+    """The collective operations for a single process. A sum over all ranks is then just the process's own value."""
 
     size = 1
     rank = 0
     sharded = False
-    """Whether each forward and backward pass is collective, so that every rank must make the same number of passes."""
+    """Whether weights are sharded. Each forward and backward pass is then collective, so every rank must make the same
+    number of passes."""
 
     def add_up(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over all ranks."""
@@ -55,35 +57,36 @@ class Ranks:
         return flag
 
     def halt(self, flag: bool) -> bool:
-        """Return True if this rank must not run its next backward pass, because `flag` is True here or on another rank.
+        """Return True if this rank must not run its next backward pass. `flag` is this rank's own reason to stop.
 
-        The flags of other ranks count only if backward passes are collective. In that case, a rank that halted alone
-        would leave the others waiting in their backward pass until the time limit.
+        If backward passes are collective, a flag on any rank stops all ranks. Otherwise the other ranks would wait in
+        their backward pass until the time limit.
         """
         return flag
 
     def rounds(self, micros: Sequence[Micro]) -> Sequence[Micro]:
-        """Return the micro-batches to forward. If passes are collective and another rank has more micro-batches, idle
-        micro-batches are added."""
+        """Return the micro-batches to forward. If passes are collective, idle micro-batches are added until all ranks
+        have the same number."""
         return micros
 
     def shard(self, model: nn.Module) -> None:
-        """If the ranks shard weights, replace each weight with this rank's part of it. A second call changes nothing.
+        """Replace each weight with this rank's part of it, if the ranks shard weights. A second call changes nothing.
 
-        Call this before an optimiser is made. Sharding replaces the parameters, and an optimiser for the old parameters
-        would step on tensors that no forward pass reads.
+        Call this before making an optimiser. Sharding replaces the parameters, and an optimiser that was made before
+        would change the old ones, which the model no longer uses.
         """
 
     def run(self, model: nn.Module, work: Callable[[], T]) -> T:
-        """Return the result of `work()`, which may use the weights of `model` in any way."""
+        """Call `work()` and return its result. Inside, the weights of `model` are whole, even if they are sharded
+        otherwise."""
         return work()
 
     def add_up_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace every gradient with its sum over all ranks. A missing gradient counts as 0."""
 
     def clip(self, parameters: Iterable[nn.Parameter], bound: float | None) -> float:
-        """Return the norm of the gradient of all weights. If the norm is larger than `bound`, scale the gradient down
-        to `bound`."""
+        """Return the norm of the gradient over all weights. If it is larger than `bound`, scale the gradient down to
+        this norm."""
         return _whole(nn.utils.clip_grad_norm_(parameters, bound or float("inf"))).item()
 
     def gather(self, sums: Sums) -> Sums:
@@ -102,13 +105,13 @@ class Ranks:
         """Copy rank 0's weights and buffers into `model` on every rank."""
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Return a context that raises RankLost if a connection is lost. The error says that this process waited for
-        `what`."""
+        """Return a context that raises RankLost if a connection is lost inside it. The error's message names `what`
+        this process waited for."""
         return nullcontext()
 
     def whole(self, tree: T) -> T:
-        """Return `tree` (tensors in dicts, lists and tuples) with its sharded tensors gathered in full on every
-        rank."""
+        """Return `tree`, which consists of tensors in dicts, lists and tuples, with each sharded tensor gathered in
+        full on every rank."""
         return tree
 
     def part(self, tree: T, like: object) -> T:
@@ -231,8 +234,8 @@ class ShardedRanks(DataParallelRanks):
         root = _Root(model)
         for block in _blocks(model):
             fully_shard(block, mesh=mesh)
-        # Weights are whole only during a forward or backward pass. Code that reads or changes a weight between two
-        # passes sees this rank's part of it.
+        # Weights are whole only during a forward or backward pass. Between two passes, a weight is this rank's part of
+        # it.
         fully_shard(root, mesh=mesh, reshard_after_forward=True)
         for module in root.modules():
             if isinstance(module, FSDPModule):
@@ -262,8 +265,8 @@ class ShardedRanks(DataParallelRanks):
 
 
 class _Root(nn.Module):
-    """A module that runs any function in its `forward`. FSDP gathers weights only around a forward pass, so functions
-    that use the model run here."""
+    """A module whose `forward` runs a given function. FSDP gathers weights only around a forward pass, so
+    `ShardedRanks.run` runs functions that use the model in here."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -276,8 +279,8 @@ class _Root(nn.Module):
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """Return the layers of the model's body, which are its longest ModuleList. FSDP shards and gathers them one by one.
 
-    The layers of a vision tower aren't included: a rank without a picture would not gather these layers, and the other
-    ranks would wait for it."""
+    The layers of a vision tower aren't included. A rank without a picture wouldn't gather them, and the other ranks
+    would wait for it."""
     body: nn.Module = getattr(model, "get_decoder", lambda: model)()
     lists = [m for m in body.modules() if isinstance(m, nn.ModuleList)]
     return list(max(lists, key=len)) if lists else []
@@ -288,8 +291,8 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _mapped(tree: Any, change: Callable[..., Any], *like: Any) -> Any:
-    """Return `tree` with each tensor replaced by `change(tensor, *others)`. The others are the values at the same place
-    in the trees `like`."""
+    """Return `tree` with each tensor replaced by `change(tensor, *others)`. `others` are the values at the same place
+    in the trees `like`, which must have the same structure."""
     if isinstance(tree, dict):
         return {k: _mapped(v, change, *(x[k] for x in like)) for k, v in tree.items()}
     if isinstance(tree, list | tuple):

@@ -1,7 +1,7 @@
 """The models that a recipe compares the policy with: the reference and the teacher. Both are frozen while they score.
 
-If the reference is the policy at another time, only the trainable weights of that time are kept. They replace the
-policy's weights while the reference scores, so full weights, adapters and shards need no separate code.
+The reference may be the policy at an earlier time. Then only its trainable weights are kept, and they replace the
+policy's weights while the reference scores. This works in the same way for full weights, adapters and shards.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .ranks import Ranks
 
 
 class OtherModel:
-    """A second model that uses the same token ids as the policy."""
+    """A model, such as a reference or a teacher, that scores the policy's tokens. It must have the same token ids."""
 
     vision: Vision | None = None
-    """How `model` sees pictures. If None, `model` reads only text, or it is the policy itself."""
+    """How `model` sees pictures. None if `model` reads only text, or if it is the policy itself."""
 
     def __init__(self, model: nn.Module, name: str = "another model", vision: Vision | None = None) -> None:
         self.model, self.name, self.vision = model.eval(), name, vision
@@ -40,11 +40,12 @@ class OtherModel:
         return f"{self.name} sha256:{self.digest}"
 
     def logprobs(self, rows: Sequence[Row], score: Callable[[nn.Module], Tensor]) -> Tensor:
-        """Return the log-probs (T,) of the own tokens of `rows`. `score` computes them for a given model."""
+        """Return this model's log-probs (T,) of the own tokens of `rows`. `score(model)` computes them with a given
+        model."""
         return score(self.model)
 
     def end_update(self) -> None:
-        """Called after each update of the policy. A frozen model doesn't change here."""
+        """Called after each update of the policy, so that a model can follow the policy. A frozen model ignores it."""
 
     def state_dict(self) -> dict[str, object]:
         """Return the state that a checkpoint holds."""
@@ -60,7 +61,7 @@ class OtherModel:
 
 
 class ServedTeacher(OtherModel):
-    """A teacher behind an engine. The run records the teacher's log-probs, so that no update asks for them twice."""
+    """A teacher that an engine serves. The run records its log-probs, so each update asks the engine at most once."""
 
     def __init__(self, name: str, ask: Callable[[Sequence[Row]], NDArray[np.float32]]) -> None:
         """`ask` takes rows and returns the log-probs of their own tokens at temperature 1. It may block."""
@@ -74,9 +75,12 @@ class ServedTeacher(OtherModel):
     def said(
         self, rows: Sequence[Row], folder: Path, *, ask: bool, check: Callable[[], object] = lambda: None
     ) -> tuple[list[Row], Path]:
-        """Return the rows with the teacher's log-probs, and the file in `folder` that holds these log-probs. The file's
-        name is a digest of the rows' tokens. If the file is missing, the teacher is asked and the file is written. With
-        `ask=False`, OSError is raised instead. `check` is passed to `put_file`."""
+        """Return the rows with the teacher's log-probs, and the file in `folder` that records these log-probs.
+
+        The file's name is a digest of the rows' tokens and pictures. If the file is missing, the teacher is asked and
+        the file is written. With `ask=False`, a missing file raises OSError. `check` is called before the file is
+        written, as in `put_file`.
+        """
         tokens = hashlib.sha256()
         for row in rows:
             # The same ids with a different picture are a different question.
@@ -97,11 +101,11 @@ class ServedTeacher(OtherModel):
         return {}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Do nothing, because there is no state: the log-probs are recorded in the run."""
+        """Do nothing. The log-probs are recorded in the run, so a checkpoint holds no state."""
 
 
 class EarlierWeights(OtherModel):
-    """The policy with its trainable weights from another time, or with their moving average."""
+    """The policy with earlier weights, or with a moving average of its weights, for example as the reference."""
 
     def __init__(
         self,
@@ -113,8 +117,12 @@ class EarlierWeights(OtherModel):
         decay: float = 0.0,
         ranks: Ranks | None = None,
     ) -> None:
-        """`weights` are whole tensors by name. If None, the current weights of `model` are used. After every `every`
-        updates, the weights become decay * weights + (1 - decay) * policy. If `every` is None, they never change."""
+        """`weights` are the earlier weights as whole tensors by name. If None, the current weights of `model` are
+        copied.
+
+        Every `every` updates, the earlier weights become decay * weights + (1 - decay) * policy. If `every` is None,
+        they never change.
+        """
         self.ranks = ranks or Ranks()
         self.ranks.shard(model)  # this replaces the parameters, so they are read afterwards
         self.model, self.name, self.every, self.decay = model, name, every, decay
@@ -131,8 +139,8 @@ class EarlierWeights(OtherModel):
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        # The weights are exchanged in place, because an optimiser and FSDP hold these very tensors, and one by one,
-        # because a second copy of all of them would need as much memory again.
+        # The weights are exchanged in place, because an optimiser and FSDP hold these tensors. They are exchanged one
+        # by one, because a copy of all of them would need as much memory again.
         for key, p in self._policy.items():
             held = p.detach().clone()
             p.copy_(self._weights[key])

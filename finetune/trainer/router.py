@@ -1,13 +1,12 @@
 """The load-balancing loss of a mixture-of-experts model over a whole optimiser batch.
 
-A recipe's `aux` is added to each loss that trains a router: over rollouts, over demonstrations, and for a critic with
-its own body.
+The loss keeps the experts evenly used. The regulariser `aux` of a recipe adds it to each loss that trains a router:
+over rollouts, over demonstrations, and for a critic with its own body.
 
     aux = E sum_e f_e P_e,  f_e = assignments to expert e / rows,  P_e = mean router probability of expert e
 
-Rows are (token, layer) pairs without padding. f carries no gradient, and P is a mean. f and the number of rows are
-first counted over the whole batch. After that, the losses of micro-batches and ranks add up exactly to the loss of the
-whole batch.
+Rows are (token, layer) pairs without padding. f and the number of rows are first counted over the whole batch, so the
+losses of micro-batches and ranks add up exactly to the loss of the whole batch. f carries no gradient.
 
 Source: Fedus et al. 2021, "Switch Transformers" (arXiv 2101.03961), as in transformers.
 """
@@ -29,13 +28,14 @@ class Load:
     """How the tokens of a batch were assigned to experts."""
 
     share: Tensor
-    """(E,) f, the assignments to each expert per row. They add up to the number of experts that each token gets."""
+    """(E,) f, the number of assignments to each expert, divided by the number of rows. The sum over all experts is the
+    number of experts that each token gets."""
     rows: float
     """Number of (token, layer) pairs in the whole batch."""
 
     def loss(self, probabilities: Tensor) -> Tensor:
-        """Return what some rows contribute to the loss. `probabilities` (E,) is the sum of their router
-        probabilities."""
+        """Return the contribution of some rows to the loss. `probabilities` (E,) is the sum of the router probabilities
+        over these rows."""
         return len(self.share) * (self.share.to(probabilities.dtype) * probabilities).sum() / self.rows
 
 
@@ -51,7 +51,7 @@ def routed(body: nn.Module, micro: Micro, model: nn.Module) -> tuple[Tensor, tup
 
 
 def probabilities(logits: Sequence[Tensor]) -> Tensor:
-    """Return the sum (E,) of the routers' probabilities over rows."""
+    """Return the routers' probabilities (E,), summed over all layers and tokens of `logits`."""
     return torch.stack(
         [layer.to(torch.promote_types(layer.dtype, torch.float32)).softmax(-1).sum(0) for layer in logits]
     ).sum(0)
@@ -59,7 +59,8 @@ def probabilities(logits: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def load(body: nn.Module, micros: Sequence[Micro], add_up: Callable[[Tensor], Tensor], model: nn.Module) -> Load:
-    """Return the load over all tokens in the micro-batches of all ranks. This takes an extra forward pass."""
+    """Count how the tokens of all micro-batches on all ranks are assigned to experts. This takes an extra forward
+    pass."""
     config: Any = body.config
     k = getattr(config, "num_experts_per_tok", None)
     if k is None:

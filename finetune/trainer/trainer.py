@@ -1,12 +1,14 @@
 """The trainer, which has one update function for all recipes. Other packages handle tapes and training loops.
 
-The gradient is accumulated exactly. Token weights are fixed for the whole optimiser batch before its first micro-batch,
-so any split into micro-batches, rows or ranks gives the same sum. If a log-prob, the loss or the gradient norm isn't
-finite, the update is skipped. A skip is counted and reported, and changes neither the model nor the optimiser. On one
-CPU thread, the same batches in the same order give bit-equal weights.
+The gradient is accumulated exactly. Token weights are fixed before the first micro-batch of an optimiser batch, so any
+split into micro-batches, rows or ranks gives the same sum. On one CPU thread, the same batches in the same order give
+bit-equal weights.
+
+If a log-prob, the loss or the gradient norm isn't finite, the update is skipped. A skip is counted and reported, and
+changes neither the model nor the optimiser.
 
 1. Tokens with a loss and a gradient of exactly 0 (in a flat group without a KL loss) are never forwarded.
-2. An update in which no token has a gradient isn't applied, because momentum alone would move the weights.
+2. An update in which no token has a gradient isn't applied. Otherwise momentum alone would move the weights.
 3. Weight decay isn't applied to vectors (norms, biases).
 """
 
@@ -89,8 +91,8 @@ class Trainer(PolicyTrainer):
         self.moments = Moments()
         self.betas = list(objective.betas(recipe))
         self._reward_kl_due = False
-        """True from `prepare` to the first applied step. That step changes the coefficients of adaptive KLs in the
-        reward, so they change once per batch."""
+        """True from `prepare` to the first applied step, which changes the coefficients of adaptive KLs in the reward.
+        So these coefficients change once per batch."""
         self.steps = 0
         self.skips: dict[str, int] = {}
         """Number of skipped updates, by reason."""
@@ -124,8 +126,11 @@ class Trainer(PolicyTrainer):
     def update(
         self, rows: Sequence[Row], episodes: Sequence[Episode], demonstrations: Sequence[Row] = ()
     ) -> UpdateStats:
-        """Take one optimiser step on a rollout batch of whole groups. `demonstrations` are for a recipe with an `nll`
-        term."""
+        """Take one optimiser step on a rollout batch, which must consist of whole groups.
+
+        `demonstrations` are rows to imitate in addition. They are required if the recipe has an `nll` regulariser, and
+        otherwise not allowed.
+        """
         stats = self.step(self.prepare(rows, episodes, demonstrations=demonstrations))
         self.end_update()
         return stats
@@ -152,7 +157,7 @@ class Trainer(PolicyTrainer):
         top, recomputed = recipe.select.entropy_top is not None, recipe.anchor.to == "recomputed" and several
         if top or recomputed:
             now = self._score(self.model, rows, self.vision, entropy=top)
-            # The anchor is set only if the recipe asks for it, because a KL in the reward would use it.
+            # The anchor is set only if the recipe asks for it, because a KL in the reward uses it if it is set.
             stream = stream.having(anchor=now.logprob if recomputed else None, entropy=now.entropy)
         context = Context(moments=self.moments, add_up=self.ranks.add_up)
         batch = objective.prepare_batches(recipe.at(self.betas), rows, episodes, stream, context, batches)
@@ -162,7 +167,7 @@ class Trainer(PolicyTrainer):
         )
 
     def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
-        # Their loss is a mean over their own tokens, so they don't change the weights of the batch's tokens.
+        # Their loss is a mean over their own tokens, so they don't change the token weights of the rollout batch.
         wanted = self.recipe.imitates
         if wanted != self.ranks.any(bool(rows)):
             raise BadBatch(
@@ -207,16 +212,20 @@ class Trainer(PolicyTrainer):
         return self._account(prepared, part, done, norm, lr)
 
     def gradient(self, prepared: Prepared) -> tuple[UpdateStats, dict[str, Tensor]]:
-        """Compute a step without taking it: weights, optimiser and critic don't change. Return the step's statistics
-        and, by name, the loss's unclipped gradient for each weight."""
+        """Compute a step without taking it: weights, optimiser and critic don't change.
+
+        Return the statistics of the step, and the unclipped gradient of the loss for each weight, by name.
+        """
         part, done, norm = self._gradient(prepared, None, None)
         grads = {name: p.grad.detach().clone() for name, p in self.parameters.items() if p.grad is not None}
         lr = self.options.lr_at(self.steps)
         return self._account(prepared, part, done, norm, lr), grads
 
     def pull(self, prepared: Prepared) -> Tensor:
-        """Return the loss's gradient (T,) with respect to each own token's log-prob. It is negative where a step makes
-        the token more likely."""
+        """Return the gradient (T,) of the loss with respect to the log-prob of each own token.
+
+        It is negative for a token that a step makes more likely. If the loss isn't finite, all values are NaN.
+        """
         part = prepared.batch.part(None, self.ranks.add_up)
         found = self._whole(prepared.rows, part, Context(moments=self.moments), Accumulated())
         return found[0] if found else torch.full((len(part.live),), float("nan"))
@@ -224,7 +233,8 @@ class Trainer(PolicyTrainer):
     def _gradient(
         self, prepared: Prepared, episodes: Tensor | None, clip: float | None
     ) -> tuple[objective.Part, Accumulated, float]:
-        """Compute the weights' gradient. Return the trained part, its loss and metrics, and the gradient norm."""
+        """Compute the gradient of the weights. Return the part of the batch that was trained on, the loss with its
+        metrics, and the gradient norm before clipping."""
         part = prepared.batch.part(episodes, self.ranks.add_up)
         self.optimizer.zero_grad(set_to_none=True)
         done = self._accumulate(prepared.rows, part)
@@ -256,10 +266,10 @@ class Trainer(PolicyTrainer):
         )
 
     def _agree(self, done: Accumulated, clip: float | None) -> float:
-        """Sum the gradient over all ranks, clip it to `clip`, and return its norm before clipping. All ranks then agree
-        whether to step.
+        """Sum the gradient over all ranks, clip it to the norm `clip`, and return its norm before clipping.
 
-        Every path makes the same collective calls in the same order. Otherwise the other ranks would wait forever.
+        All ranks then agree whether to step (`done.skipped`). They must make the same collective calls in the same
+        order, or some ranks would wait forever.
         """
         bad = done.skipped not in (None, "nothing to train on")
         if self.ranks.any(bad):
@@ -275,8 +285,8 @@ class Trainer(PolicyTrainer):
         return norm
 
     def _accumulate(self, rows: Sequence[Row], part: objective.Part) -> Accumulated:
-        """Accumulate the gradient of the whole part, micro-batch by micro-batch. Stop before the backward pass of a
-        micro-batch in which a number isn't finite."""
+        """Accumulate the gradient of `part`, micro-batch by micro-batch. If a number in a micro-batch isn't finite,
+        stop before its backward pass."""
         done = Accumulated()
         share = not self.recipe.balance and not self.ranks.sharded and shares_prefixes(self.model)
         micros = self.ranks.rounds(
@@ -319,8 +329,11 @@ class Trainer(PolicyTrainer):
         context: Context,
         done: Accumulated,
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Return the tensors that the backward pass starts from, and their gradients (None means 1). Sets
-        `done.skipped` if a number isn't finite."""
+        """Return the tensors from which the backward pass of a micro-batch starts, and their gradients (None means 1).
+
+        `whole` is the result of `_whole`, or None if the loss can be computed in this micro-batch. If a number isn't
+        finite, this sets `done.skipped`.
+        """
         if not bool(scores.logprob.isfinite().all()):
             done.skipped = "log-prob"
             return [], None
@@ -345,12 +358,12 @@ class Trainer(PolicyTrainer):
         return [loss], None
 
     def _whole(self, rows: Sequence[Row], part: objective.Part, context: Context, done: Accumulated) -> list[Tensor]:
-        """Return the loss's gradient with respect to all log-probs (and entropies). This is needed if the loss of a
-        token depends on other tokens.
+        """Return the gradient of the loss with respect to all log-probs (and entropies). This is needed if the loss of
+        a token depends on other tokens.
 
-        A first pass scores all tokens without a graph, and the loss is differentiated only with respect to these
-        scores. A second pass then runs backward from the stored gradients, micro-batch by micro-batch. The result is
-        the same as with one graph over the whole batch, but needs only the memory of one micro-batch.
+        All tokens are scored here without a graph, and the loss is differentiated with respect to these scores. A
+        second pass then runs backward from the resulting gradients, micro-batch by micro-batch. The sum is the same as
+        with one graph over the whole batch, but needs only the memory of one micro-batch.
         """
         scores = self._score(self.model, rows, self.vision, entropy=self.recipe.needs_entropy, live=part.live)
         index = part.live.nonzero()[:, 0]
@@ -371,7 +384,7 @@ class Trainer(PolicyTrainer):
         return out
 
     def _load(self, micros: Sequence[Micro]) -> Load | None:
-        """Return the assignment of tokens to experts over all ranks, or None if the recipe doesn't balance experts."""
+        """Return how tokens are assigned to experts, over all ranks, or None if the recipe doesn't balance experts."""
         if not self.recipe.balance:
             return None
         body = parts(self.model)[0]
@@ -380,8 +393,8 @@ class Trainer(PolicyTrainer):
     def _forward(
         self, micro: Micro, load: Load | None, sums: Sums, *, demonstrations: bool = False
     ) -> tuple[Scores, Tensor | None]:
-        """Return the scores and the micro-batch's part of the balance loss. Demonstrations are scored at temperature 1,
-        without entropy."""
+        """Return the scores of the micro-batch's tokens, and its part of the load-balancing loss or None without
+        `load`. Demonstrations are scored at temperature 1, without entropy."""
         recipe, body = self.recipe, parts(self.model)[0]
         how = recipe.score.model_copy(update={"temperature": "one"}) if demonstrations else recipe.score
         aux = None
@@ -400,7 +413,8 @@ class Trainer(PolicyTrainer):
         return Scores(lp.cpu(), None if h is None else h.cpu()), aux
 
     def _add_demonstrations(self, demonstrations: tuple[Sequence[Row], objective.Part], done: Accumulated) -> None:
-        """Add the demonstrations' gradient. The update is then applied even if the batch has no live token."""
+        """Add the gradient of the demonstrations. The update is then applied even if no token of the rollout batch has
+        a gradient."""
         rows, part = demonstrations
         scale, extra = self.recipe.imitation, Context(parts=done.parts)
         pack = self.pack and not self.recipe.balance
@@ -430,7 +444,8 @@ class Trainer(PolicyTrainer):
             loss.backward()
 
     def _after(self, prepared: Prepared, sums: Sums, part: objective.Part) -> None:
-        """Count an applied update, change the adaptive KL coefficients, and update the running average."""
+        """Finish an applied update: count it, change the adaptive KL coefficients, and update the average of the
+        weights."""
         self.steps += 1
         self._adapt(KL, sums, part.entered, part.batch.stream)
         if self._reward_kl_due:
@@ -442,8 +457,11 @@ class Trainer(PolicyTrainer):
                     self.averaged[name].lerp_(p, 1 - self.options.ema)
 
     def _adapt(self, kind: type[KL | RewardKL], sums: Sums, entered: Tensor, stream: Stream) -> None:
-        """Change the adaptive coefficients of this kind of KL according to the k1 in `sums`. An episode counts if
-        `entered` (T,) bool marks one of its tokens."""
+        """Change the adaptive coefficients of this kind of KL, according to the KL (k1) that `sums` has measured.
+
+        The change also depends on the number of episodes. An episode counts if `entered` (T,) bool marks one of its
+        tokens.
+        """
         for i, term in enumerate(self.recipe.coefficients):
             if isinstance(term, kind) and term.adaptive is not None:
                 name = f"{term.measure}/k1"

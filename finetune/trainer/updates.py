@@ -1,4 +1,4 @@
-"""The prepared batch that goes into an update, the statistics that come out of a step, and the order of steps."""
+"""The interface of a policy's trainer: a prepared batch goes into an update, and each step returns statistics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TrainerState(TypedDict):
     averaged: dict[str, Tensor]
     critic: CriticState | None
     others: NotRequired[dict[str, dict[str, object]]]
-    """State of the reference and the teacher. The key is absent in a checkpoint from an earlier version."""
+    """State of the reference and the teacher. A checkpoint from an earlier version lacks this key."""
 
 
 Skip = Literal["log-prob", "loss", "gradient", "another rank", "nothing to train on"]
@@ -42,24 +42,24 @@ Skip = Literal["log-prob", "loss", "gradient", "another rank", "nothing to train
 
 @dataclass(kw_only=True)
 class UpdateStats:
-    """What one optimiser step did."""
+    """Results and metrics of one optimiser step."""
 
     step: int
     """Number of updates that the trainer has applied, including this one if it was applied."""
     skipped: Skip | None
-    """None if the step was applied. Otherwise the weights are unchanged, and this is the reason: which value wasn't
-    finite, or that there was nothing to train on."""
+    """Why the step was not applied, or None if it was applied. The reason is the value that wasn't finite, or that
+    there was nothing to train on. The weights are then unchanged."""
     loss: float
-    """Sum of weight * loss over the tokens of this process, or NaN if it isn't finite. With `DistributedTrainer`, the
-    sum is over the tokens of all ranks."""
+    """The loss, which is the sum of `parts`, or NaN if it isn't finite. It covers only the tokens of this process,
+    except with `DistributedTrainer`."""
     parts: dict[str, float]
-    """The loss by term: `policy` (the surrogate) and each regulariser. These parts add up to the loss. Empty if no
-    token was trained on or the loss wasn't finite."""
+    """The loss by term: `policy` (the surrogate) and each regulariser. Empty if no token was trained on or the loss
+    wasn't finite."""
     grad_norm: float
     """The gradient's norm before clipping, or NaN if the update was skipped before the norm was computed."""
     lr: float
     sums: Sums
-    """Every metric as a sum and a count."""
+    """All metrics, each stored as a sum and a count."""
     stream: Stream
     weight: Tensor
     """(T,) float64: the weight of each own token's loss, 0 for tokens that weren't part of the step."""
@@ -75,21 +75,21 @@ class UpdateStats:
 
     @property
     def mismatch(self) -> float | None:
-        """Largest |log-prob now - log-prob at sampling| over the forwarded tokens that these weights sampled, or None
-        if there are none."""
+        """Largest |log-prob now - log-prob at sampling| over the tokens that were sampled with the weights before this
+        step. Only tokens that were forwarded count. None if there are none."""
         return self.sums.highs.get("mismatch")
 
     @property
     def ess(self) -> float | None:
-        """Effective sample size / n, which is (sum r)^2 / (n sum r^2) with r = exp(lp now - lp at sampling). It is 1 on
-        policy."""
+        """Effective sample size, divided by the number n of tokens: (sum r)^2 / (n sum r^2) with r = exp(log-prob now -
+        log-prob at sampling). It is 1 on policy."""
         if not self.sums.counts.get("ratio"):
             return None
         return self.sums["ratio"] ** 2 / self.sums["ratio/square"] / self.sums.counts["ratio"]
 
     def line(self) -> dict[str, object]:
-        """Return what the step adds to its line in metrics.jsonl (docs/metrics.md). Values that weren't measured are
-        None or absent."""
+        """Return the fields of the step for a line of metrics.jsonl (see docs/metrics.md). Values that weren't measured
+        are None or absent."""
         sums = self.sums.flat()
         values: dict[str, object] = {
             "loss": self.loss,
@@ -100,10 +100,10 @@ class UpdateStats:
             "mismatch": self.mismatch,
             **{f"{name}/mean": sums.pop(name) for name in ("mismatch", "moved") if name in sums},
             "ess": self.ess,
-            # This isn't the metric `tokens`, whose sum counts a batch once for each of its steps, and whose mean is
+            # The metric `tokens` isn't used here. Its sum counts a batch once for each of its steps, and its mean is
             # divided by the number of ranks.
             "tokens": round(len(self.stream) * sums.get("token/entered", 0.0)),
-            # These are shares of all entered tokens, where a token that isn't forwarded counts as unclipped.
+            # These are shares of all entered tokens. A token that isn't forwarded counts as unclipped.
             **{f"{name}/own": sums[name] * sums["token/live"] for name in sums if name.split("/")[0] == "clip"},
         }
         if spread := self.sums.std("value/target"):
@@ -115,8 +115,8 @@ def together(steps: Sequence[UpdateStats]) -> UpdateStats:
     """Combine the statistics of several steps on one prepared batch. The result counts as applied if any step was. Sums
     and weights are added up, and losses and norms are averaged.
 
-    `mismatch` and `moved` come from the first step only. This step changes the weights, so a later mismatch also
-    contains the effect of training, and not only numerical differences between sampler and trainer.
+    `mismatch` and `moved` come from the first step only. They should show numerical differences between sampler and
+    trainer. After the first step, they would also show the effect of training.
     """
     if len(steps) == 1:
         return steps[0]
@@ -148,9 +148,10 @@ class Prepared:
     rows: Sequence[Row]
     batch: Batch
     sums: Sums
-    """Metrics that were counted while the batch was prepared. Each step on the batch reports them."""
+    """Metrics of the preparation, such as rewards and advantages. Each step on the batch reports them."""
     demonstrations: tuple[Sequence[Row], Part] | None = None
-    """The demonstrations, whose cross-entropy is added to the loss with its own denominator."""
+    """Demonstrations to imitate in addition, with the weight of each token's loss. Their loss has its own
+    denominator."""
 
     @property
     def imitated(self) -> tuple[Sequence[Row], Stream, Tensor] | None:
@@ -163,7 +164,7 @@ class Prepared:
 
 
 class PolicyTrainer(ABC):
-    """A trainer as a training run uses it, in one process (`Trainer`) or in several (`DistributedTrainer`)."""
+    """Base class of the trainers for a policy, in one process (`Trainer`) or in several (`DistributedTrainer`)."""
 
     model: nn.Module
     recipe: Recipe
@@ -175,7 +176,8 @@ class PolicyTrainer(ABC):
     steps: int
     """Number of applied updates."""
     version: str | None = None
-    """Name by which rows refer to the current weights, for `Stream.fresh`. None if the name is unknown."""
+    """The version name of the current weights, by which rows name the weights that sampled a token. None if it is
+    unknown."""
 
     @abstractmethod
     def prepare(
@@ -189,14 +191,14 @@ class PolicyTrainer(ABC):
     ) -> Prepared:
         """Compute the advantages and everything else that is computed once per rollout batch.
 
-        `several` means that more than one step will follow. A recomputed anchor is then computed now, before the
+        Pass `several=True` if more than one step will follow. A recomputed anchor is then computed now, before the
         weights change. If there are several rollout batches, `batches` gives the number of episodes in each, in order.
         A term with `by = batch` compares episodes only within one rollout batch.
         """
 
     @abstractmethod
     def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], Part] | None:
-        """Return the demonstrations with the weights of their tokens' cross-entropy, or None if there are none."""
+        """Return the demonstrations `rows` with the weight of each token's loss, or None if there are none."""
 
     @abstractmethod
     def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
@@ -204,16 +206,19 @@ class PolicyTrainer(ABC):
 
     @abstractmethod
     def end_update(self) -> None:
-        """Update a reference that follows the policy. Call this after all steps of an update."""
+        """Finish an update, after all of its steps: a reference that follows the policy is changed now."""
 
     @abstractmethod
     def state_dict(self) -> TrainerState:
-        """Return all state that the next update depends on, except the weights. The state has only tensors, numbers and
-        strings. Its tensors are whole, even if the weights are sharded."""
+        """Return all state that the next update depends on, except the weights.
+
+        The state consists of tensors, numbers and strings. Its tensors are whole, even if the weights are sharded.
+        """
 
     @abstractmethod
     def load_state_dict(self, state: TrainerState) -> None:
-        """Continue from a `state_dict()`. This is exact to the bit if the model has the weights from the same time."""
+        """Continue from a `state_dict()`. If the model has the weights of the same time, further updates are equal bit
+        for bit."""
 
     def updates(
         self,
@@ -229,9 +234,9 @@ class PolicyTrainer(ABC):
         """Take several optimiser steps on one rollout batch and yield each step's statistics. Advantages are computed
         once, over the whole batch.
 
-        Each epoch splits the episodes into `minibatches` parts of similar size. Their order is shuffled with `seed` and
-        the number of updates so far, or kept if `seed` is None. Demonstrations are split into the same number of parts,
-        and no tape is split. For `batches`, see `prepare`.
+        Each epoch splits the episodes into `minibatches` parts of similar size. Before the split, episodes are shuffled
+        with a seed made from `seed` and the number of updates so far. If `seed` is None, they keep their order.
+        Demonstrations are split into the same number of parts, and no tape is split. For `batches`, see `prepare`.
         """
         imitated = cut_rows(demonstrations, minibatches)
         prepared = self.prepare(
@@ -246,10 +251,10 @@ class PolicyTrainer(ABC):
 
 
 def cut_episodes(episodes: int, minibatches: int, seed: int | None, steps: int) -> list[Tensor | None]:
-    """Return masks (E,) bool for the mini-batches of one epoch. A mask of None means all episodes.
+    """Split the episodes of one epoch into mini-batches, and return a mask (E,) bool for each. None means all episodes.
 
-    The order depends on `seed` and on `steps`, the number of updates so far. So each epoch has a different order, and a
-    resumed run has the same orders as a run that was never stopped.
+    The split depends only on `seed` and on `steps`, the number of updates so far. So it differs from epoch to epoch,
+    and a resumed run has the same splits as a run that was never stopped.
     """
     if minibatches == 1:
         return [None]
@@ -276,7 +281,7 @@ def cut_rows(rows: Sequence[Row], parts: int) -> list[Sequence[Row]]:
 
 
 def imitation_part(rows: Sequence[Row], add_up: Callable[[Tensor], Tensor] = lambda x: x) -> Part:
-    """Return the demonstrations with the weights of their tokens' cross-entropy. With these weights, it is a mean over
+    """Return the demonstrations `rows` with the weight of each token's loss. The loss is the mean cross-entropy over
     the own tokens of the demonstrations on all ranks."""
     episodes = [Episode(tape=t, group=g, reward=None) for t, g in dict.fromkeys((r.tape, r.group) for r in rows)]
     return prepare(get_recipe("sft"), Stream.of(rows, episodes), Context(add_up=add_up)).part(add_up=add_up)
@@ -292,14 +297,16 @@ class Accumulated:
     sums: Sums = field(default_factory=Sums)
 
     def fail(self, why: Skip) -> None:
-        """Mark the update as one that can't be applied, because a number isn't finite on this rank or on another."""
+        """Record why the update can't be applied: a number isn't finite on this rank or on another."""
         self.skipped, self.loss = why, float("nan")
         self.parts.clear()
 
 
 def observe(lp: Tensor, old: Tensor, sums: Sums, fresh: Tensor | None = None) -> None:
-    """Add the differences between the current log-probs `lp` (n,) and the log-probs at sampling `old` (n,) to `sums`.
-    ESS and KL are computed from these sums. For `fresh` (n,) bool, see `Stream.fresh`.
+    """Add metrics to `sums` that compare the current log-probs `lp` (n,) with the log-probs at sampling `old` (n,).
+
+    ESS and KL are computed from them. `fresh` (n,) bool marks the tokens that were sampled with the weights before the
+    update (`Stream.fresh`).
 
     The sums are in float64. On policy, the differences are near 0, and float32 sums over a batch would be mostly
     rounding error. The ratio is capped at e^20, so that one token with a broken log-prob can't make the sums infinite.
