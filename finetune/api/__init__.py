@@ -1,8 +1,8 @@
-"""The Python API that `tapereel` exports: `run`, `train`, `evaluate`, `open`, and the class `Run`. It also estimates a
+"""The Python API that `tapereel` exports: `run`, `train`, `evaluate`, `open` and the class `Run`, and an estimate of a
 run's memory and tokens.
 
-It imports every package below it. Only the root package and `cli` import it. `train` imports torch only when it is
-called.
+Only the root package and `cli` import this package, and it may import all others. torch is imported when `train` is
+called, not before.
 """
 
 from .public import evaluate, open, run, save_tiny_model, train

@@ -24,10 +24,12 @@ numbers are per unit of width, queries, keys and feed-forward (Korthikanti et al
 
 
 def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
-    """Estimate the memory and tokens that a run needs. `GiB` has the memory of each item on the trainer's device, and
-    the `sum` of the items. It describes the moment with the largest sum. `tokens` has the maximum number of sampled
-    tokens in an episode, in an update, and in the run with its evaluations. The result is None if the model's shape is
-    unknown. `config` must have its profile applied."""
+    """Estimate the memory and tokens that a run needs. Return None if the shape of the model is unknown.
+
+    `GiB` has the memory of each item on the trainer's device and the `sum` of the items, at the moment with the largest
+    sum. `tokens` has the maximum number of sampled tokens in an episode, in an update, and in the run with its
+    evaluations. The profile of `config` must have been applied to it.
+    """
     shape = shape_of(config.engine.model)
     if shape is None:
         return None
@@ -49,8 +51,8 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     apart = measures and (evaluation.engine or ("own" if embedded else "loop")) == "own"
     second, body = SECOND.get(loop.recipe, ()), loop.critic is None or loop.critic.body == "own"
     changed = [loop.changes.get(name) for name in ("regulariser", "shape")]
-    # `changes` is checked later together with the recipe, which needs torch. Values that aren't terms are skipped here,
-    # because that check refuses them.
+    # `changes` is checked later together with the recipe, which needs torch. That check refuses values that aren't
+    # terms, so they are skipped here.
     terms = [term for part in changed if isinstance(part, list) for term in part if isinstance(term, dict)]
     kls = [term for term in terms if "kl" in str(term.get("kind")) and term.get("to") in (None, "reference")]
     reads = "reference" in second or bool(kls)

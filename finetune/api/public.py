@@ -1,7 +1,7 @@
 """`tapereel.run`, `tapereel.train`, `tapereel.evaluate` and `tapereel.open`: the functions that a script starts with.
 
 They take objects: an agent, an environment class or factory, any iterable of tasks, and a model. They work in scripts
-and in notebooks. A run that they make has the same records as one from the command line.
+and in notebooks, and write the same records as the command line.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ def evaluate(
 ) -> Scores:
     """Return the mean reward and pass@k of a model on tasks, with 95 % intervals over tasks.
 
-    `k` lists the numbers for which to report pass@k. None of them may exceed `attempts`. `success` is the minimum
-    reward that counts as a success. The episodes are recorded in `out`, as in `run`.
+    `attempts` is the number of episodes for each task. `k` lists the numbers for which to report pass@k, up to
+    `attempts`. `success` is the minimum reward that counts as a success. The episodes are recorded in `out`, as in
+    `run`.
     """
     sets = {**(settings or {}), "k": list(k), "success": success}
     made = run(agent, env, tasks, model, out=out, attempts=attempts, seed=seed, settings=sets, progress=progress)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class RunAudit(Value):
-    """What happened to the tokens of a run, and what its tapes say."""
+    """The accounts of a run: how each of its tokens was used, and statistics of its tapes."""
 
     books: Books
     """The accounting of every sampled token and every episode."""
@@ -63,8 +63,8 @@ class Run:
         env: EnvironmentFactory | None = None,
         summary: RunSummary | TrainSummary | None = None,
     ) -> None:
-        """`agent` and `env` are the objects that the run was made with. `replay` and `branch` use them. If they are
-        None, `config.yaml` names the ones to use. Raises UsageError if `path` holds no run."""
+        """`agent` and `env` are the objects that the run was made with, for `replay` and `branch`. If they are None,
+        the agent and environment that `config.yaml` names are used. Raises UsageError if `path` holds no run."""
         self.path = Path(path)
         self.agent = agent
         self.env = env
@@ -103,10 +103,10 @@ class Run:
         """Return the rows of the closed tapes that match, as a Hugging Face dataset with the columns of `tapereel
         export`.
 
-        `agents` are the paths of the agents whose tokens are labels, or None for all. `tokenizer` is a folder. With it,
-        tapes that have only text are tokenized, and the text columns are added. Without it, a tape that has only text
-        is an error. If `streaming` is true, returns an IterableDataset that reads tape by tape. Raises NothingToExport
-        if no tape has a row. With `streaming`, this error comes during the iteration.
+        `agents` are the paths of the agents whose tokens are labels, or None for all. `tokenizer` is a folder with a
+        tokenizer, which tokenizes tapes that have only text and adds the text columns. Without `tokenizer`, a tape that
+        has only text is an error. If `streaming` is true, returns an IterableDataset that reads tape by tape. Raises
+        NothingToExport if no tape has a row. With `streaming`, this error comes during the iteration.
         """
         from ..interchange.row_files import run_dataset
 
@@ -115,8 +115,8 @@ class Run:
 
     @property
     def reward(self) -> float | None:
-        """Mean reward over all splits. The scored attempts of each task are averaged first, and then the tasks. It is
-        None if no attempt is scored.
+        """Mean reward over all splits, or None if no attempt has a reward. The attempts of each task are averaged
+        first, and then the tasks.
 
         In a training run, this mixes attempts by all versions of the weights. `metrics.jsonl` has the reward of each
         update.
@@ -129,19 +129,20 @@ class Run:
     ) -> Scores:
         """Return the mean reward and pass@k, with 95 % intervals over tasks.
 
-        `k` lists the numbers for which to report pass@k. `success` is the minimum reward that counts as a success. `by`
-        is a key in the public part of each task. If it is given, scores are also reported for each value of the key.
+        `k` lists the numbers for which to report pass@k. `success` is the minimum reward that counts as a success. With
+        `by`, a key in the public part of each task, scores are also reported for each value of this key.
         """
         with Store.open(self.path) as store:
             return scores_of(store, split, k=k, success=success, by=by)
 
     def verify(self, pins: Iterable[str] = ()) -> Report:
-        """Check that the bytes of the run are as they were written. `pins` are store heads that were kept elsewhere."""
+        """Check that the bytes of the run are as they were written. `pins` are digests of earlier states of the run
+        that were kept elsewhere. The run must contain these states."""
         return verify(self.path, pins=pins)
 
     def audit(self, split: str | None = None, *, limit: int | None = None, progress: Progress = silent) -> RunAudit:
         """Account for every token and episode, and list anomalies. With `limit`, the statistics cover only this many of
-        the newest tapes, and the rest of their groups."""
+        the newest tapes, together with all other tapes of their groups."""
         with Store.open(self.path) as store:
             books, audit = audit_run(store, split=split, limit=limit, progress=progress)
         return RunAudit(books=books, audit=audit)
@@ -164,7 +165,7 @@ class Run:
         return replay_run(self.path, agent or self.agent, tapes=tapes, split=split, progress=progress)
 
     def reproduce(self, checkpoint: str | Path | None = None, *, progress: Progress = silent) -> Reproduction:
-        """Derive a checkpoint again from the base weights and the tapes, and compare the two bit for bit.
+        """Compute a checkpoint again from the base weights and the tapes, and compare the result with it bit for bit.
 
         `checkpoint` is the folder of a checkpoint, its name, or its number of updates. By default, it is the last
         checkpoint, and all earlier checkpoints are compared too.
@@ -186,10 +187,10 @@ class Run:
     ) -> list[Tape]:
         """Continue a recorded episode from a turn, `n` times, and record the continuations in this run.
 
-        `turn` is the number of the first new turn, counted from 0. `agent` and `env` are objects or `module:name`. By
-        default, they are those that the run was made with. `model` is a folder or a list of answers. By default, it is
-        the recorded model. Raises PrefixUnverified if the environment does not return to the recorded state, unless
-        `unverified` is true.
+        `turn` is the number of the first new turn, counted from 0. `agent` and `env` are objects or `module:name`, by
+        default the agent and environment that the run was made with. `model` is a folder or a list of answers, by
+        default the recorded model. If the environment does not return to the recorded state, PrefixUnverified is
+        raised. With `unverified=True`, the episode is continued in this case too.
         """
         from ...agents.replay.branching import branch_run
 
@@ -205,10 +206,12 @@ Model = Annotated[
     str | Path | Sequence[str],
     "a model's folder or its name, an engine of your own as 'my_engines.py:Echo', or a list of answers",
 ]
-"""A folder in Hugging Face format, a model on the hub as `org/name` or `org/name@revision`, litellm's name for a hosted
-model, an engine as `module:name` or `file.py:name`, or a list of answers. A name is litellm's if its first part is one
-of litellm's providers, as in `openai/...`. In a list, the k-th answer is the reply to the k-th request of every
-episode."""
+"""A model: a folder in Hugging Face format, a model on the hub as `org/name` or `org/name@revision`, litellm's name for
+a hosted model, an engine as `module:name` or `file.py:name`, or a list of answers.
+
+A name is litellm's if its first part is one of litellm's providers, as in `openai/...`. In a list, the k-th answer is
+the reply to the k-th request of every episode.
+"""
 _ENGINE = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 
 

@@ -1,4 +1,4 @@
-"""Inspects a training run: explains each token's role, reproduces checkpoints, and tries updates with other recipes.
+"""Inspects a training run: explains each token's part in training, recomputes checkpoints, and tries other recipes.
 
 It imports `finetune.run` and the packages below it.
 """

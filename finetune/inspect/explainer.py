@@ -1,7 +1,7 @@
-"""Explain: shows which role each token in a tape had in training, and why.
+"""Explains how each token of a tape was used in training: whether it was trained on, with which advantage and weight.
 
-The rows are made by the same converter as in training. The ledger names the tokens that were trained on. Advantages are
-computed again from the batch in the ledger, with the recipe that the run recorded. The run is only read.
+Rows are made by the same code as in training. The ledger, in which the run recorded its updates, names the tokens that
+were trained on. Advantages are computed again from the recorded batch and recipe. The run is only read.
 """
 
 from __future__ import annotations
@@ -51,24 +51,25 @@ class TokenLine(Value):
     text: str | None
     """The token's text, or None if there is no tokenizer."""
     own: bool
-    """True if an agent produced the token, so that it is a label. For other tokens, the fields below are None."""
+    """True if an agent produced the token, so that it can be trained on. For other tokens, the fields below are
+    None."""
     call: str | None = None
     offset: int | None = None
     """Index in the call's completion."""
     turn: int | None = None
     step: int | None = None
-    """Index of the step that was parsed from this part of the completion."""
+    """Index of the step, in the tape, that was parsed from this part of the completion."""
     version: str | None = None
-    """The policy version that sampled the token, or None for authored text."""
+    """Version of the policy that sampled the token, or None for text that no model sampled."""
     temperature: float | None = None
-    """Temperature at sampling, or None for authored text."""
+    """Temperature at sampling, or None for text that no model sampled."""
     logprob: float | None = None
     """Log-prob at sampling, or None if unknown."""
     reward: float | None = None
     """Reward of the token's turn. A reward for the whole episode counts in the last turn."""
     fate: str | None = None
-    """What happened to the token in the last update that took the tape: `trained`, `stale`, `filtered` or `context`. It
-    is None if no update accounts for the token."""
+    """How the last update that took the tape used the token: `trained`, or left out as `stale`, `filtered` or
+    `context`. None if no update accounts for the token."""
     advantage: float | None = None
     """The token's advantage in that update. It is None if there was no advantage or if it can't be computed again."""
     weight: float | None = None
@@ -76,27 +77,27 @@ class TokenLine(Value):
 
 
 class RowLine(Value):
-    """One row: a token sequence that the trainer processes in a forward pass."""
+    """One row: a token sequence for the trainer's forward pass."""
 
     begins: str
     """Id of the first call in the row."""
     split: str | None
-    """Why the first call doesn't extend an earlier row, or None if it is the first call of its agent."""
+    """Why the first call begins a new row instead of extending an earlier one. None for the first call of an agent."""
     repeated: int
-    """Number of tokens at the beginning that are also in an earlier row. The trainer processes them twice."""
+    """Number of tokens at the beginning of the row that an earlier row has too. The trainer forwards them twice."""
     own: int
     calls: tuple[str, ...]
     tokens: tuple[TokenLine, ...]
 
 
 class UseLine(Value):
-    """One update that took the tape."""
+    """One update that read the tape."""
 
     lineage: str
     update: int
     phase: str
     recipe: str | None
-    """Name of the update's recipe, or None if `recipes.json` has no recipe that can be used here."""
+    """Name of the update's recipe, or None if the run's `recipes.json` lacks it or it can't be used here."""
     trained: int
     """Number of tokens in this tape with a weight in the loss."""
     skipped: str | None
@@ -108,17 +109,17 @@ class Explanation(Value):
 
     tape: TapeSummary
     verdict: str
-    """How the tape was used in training, as a sentence."""
+    """How the tape was used in training, in one sentence."""
     uses: tuple[UseLine, ...]
     group_rewards: tuple[float | None, ...]
-    """Rewards of all tapes in the tape's group, including the tape itself, in the last update that took the tape."""
+    """Rewards of all tapes in the group, including this tape, in the last update that read the tape."""
     rows: tuple[RowLine, ...]
     forwarded: int
     repeated: int
     """How many of the `forwarded` tokens are also in an earlier row."""
     own: int
     unlabelled: int
-    """Number of completion tokens that are labels in no row. Their call failed, or a label layer excludes them."""
+    """Number of completion tokens that no row trains, because their call failed or a label excludes them."""
     notes: tuple[str, ...]
     """What could not be computed, and why."""
 
@@ -194,7 +195,7 @@ class Explainer:
         for index, entry in enumerate(tape.entries):
             for call, start, end in entry.calls:
                 facts.steps.update(dict.fromkeys(((call, k) for k in range(start, end)), index))
-        # The last fate that is written wins. FATES begins with the one that should win, so it is read in reverse.
+        # A later fate replaces an earlier one. FATES begins with the fate that should win, so it is read in reverse.
         for fate in reversed(FATES):
             for name, call, start, end in (entry for use, _ in updates for entry in ranges(use, fate)):
                 if name == tape.id:
@@ -284,13 +285,16 @@ class _Update(NamedTuple):
     info: UpdateInfo
 
     def read(self, tape: str) -> bool:
-        """Return whether the update read the tape: to train on it, to set it aside, or to imitate it."""
+        """Return whether the update read this tape. It may have trained on it, set it aside or imitated it."""
         return tape in self.info.read
 
 
 def _lasts(took: list[_Update]) -> list[_Update]:
-    """Return the last applied update that took the tape, or the last one if all were skipped. Also return the updates
-    of other policies on the same batch, because each policy trains on the tokens of its own agents."""
+    """Return the last update in `took` that was applied, or the last one if all were skipped.
+
+    The updates of other policies on the same batch are returned too, because each policy trains the tokens of its own
+    agents.
+    """
     last = next((update for update in reversed(took) if not update.info.skipped), took[-1] if took else None)
     if last is None:
         return []
@@ -316,7 +320,8 @@ class _Taken:
 
 @dataclass
 class _Facts:
-    """Facts about a tape's completion tokens. The keys are (call, offset)."""
+    """Facts about the completion tokens of a tape. The keys (call, offset) name a token by its call and its index in
+    the completion."""
 
     turn_rewards: NDArray[Any] | None
     steps: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -349,7 +354,7 @@ def _verdict(tape: Tape, took: list[_Update], facts: _Facts) -> str:
 
 
 def _unknowable(recipe: Recipe | UsageError | None, phase: str) -> str:
-    """Return why the recipe's advantages can't be computed from the tapes alone, or '' if they can."""
+    """Return the reason why advantages can't be computed from the tapes and the recipe alone, or '' if they can."""
     if recipe is None:
         return f"the run has no recipes.json with the recipe of phase {phase!r}"
     if isinstance(recipe, UsageError):
@@ -368,9 +373,11 @@ def _no_trainer(phase: str) -> Any:
 def token_reader(
     run: Path, named: str | None, tapes: Sequence[Tape]
 ) -> tuple[Callable[[int], str] | None, Renderer | None]:
-    """Return a function that converts a token id to its text, and the renderer. Both use the tokenizer in the folder
-    `named`, by default the run's tokenizer. Return (None, None) if this tokenizer is missing or isn't the tokenizer of
-    `tapes`."""
+    """Return a function that converts a token id to its text, and a renderer, which tokenizes text.
+
+    Both use the tokenizer in the folder `named`, by default the run's tokenizer. Return (None, None) if this tokenizer
+    is missing, or if `tapes` were made with another one.
+    """
     folder = named or tokenizer_folder(run)
     if folder is None:
         log.warning("the run has no tokenizer, so tokens are shown as numbers: name the folder of one")

@@ -1,16 +1,17 @@
-"""Lab: computes a recorded update under several recipes, with the same tapes and weights, and compares the results.
+"""Lab: computes a recorded update again with several recipes, on the same tapes and weights, and compares the results.
 
-The weights that the update began with are rebuilt from the nearest checkpoint. The tapes have the content that the
-update read. Only gradients are computed. Neither the weights nor the run change. The lab compares:
+The weights before the update are restored from the nearest checkpoint. The tapes have the content that the update read.
+Only gradients are computed, so neither the weights nor the run change. The lab compares:
 
     pull      minus the derivative of the loss by a token's log-prob, as a share of the sum of all |pulls|. If it is
               above 0, the step makes the token likelier. The pull includes weight, advantage, clip, ratio and KL. It
               leaves out an entropy bonus, which does not depend on the sampled token.
     cosine    the cosine between the gradients for all weights. It is 1 if two gradients have the same direction.
 
-1. Norms are taken before clipping. If an update has several mini-batches or epochs, it is computed as a single step at
-   the weights that it began with.
-2. The run's own recipe continues the run's running statistics (a reward scale). Other recipes begin with empty ones.
+1. Norms are taken before clipping. An update with several mini-batches or epochs is computed as a single step from the
+   weights before the update.
+2. The run's own recipe continues the running statistics of the run, such as a reward scale. Other recipes begin
+   without.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ from ..trainer.updates import UpdateStats
 from .rebuild import RebuiltRun
 
 ROUNDING = 1e-6
-"""Two pulls count as equal if their shares differ by at most this."""
+"""Two pulls count as equal if they differ by at most this. A pull is a share of the sum of all |pulls|."""
 OWN = "own"
-"""The name that stands for the run's own recipe."""
+"""The name by which users request the run's own recipe."""
 
 
 class TokenShift(Value):
-    """A token on which a recipe has a larger or smaller |pull| than the first recipe."""
+    """A token that a recipe pulls more or less than the first recipe does. For pulls, see the module."""
 
     tape: str
     call: str
@@ -62,20 +63,20 @@ class TokenShift(Value):
     id: int
     text: str
     first: float
-    """The token's pull under the first recipe, as a share."""
+    """The token's pull with the first recipe, as a share of the sum of all |pulls|."""
     pull: float
-    """The token's pull under this recipe, as a share."""
+    """The token's pull with this recipe, as a share of the sum of all |pulls|."""
 
 
 class RecipeLine(Value):
-    """Results of the update under one recipe."""
+    """Results of the update with one recipe."""
 
     recipe: str
     loss: float | None
     grad_norm: float | None
     """Norm of the gradient, or None if it isn't finite."""
     cosine: float | None
-    """Cosine between this gradient and the first recipe's, or None if either gradient is missing or 0."""
+    """Cosine between the gradients with this recipe and with the first. None if one of them is missing or 0."""
     mean_advantage: float | None
     """Mean |advantage| over the tokens that enter the loss, or None if the recipe has no advantages."""
     clipped: float | None
@@ -87,31 +88,31 @@ class RecipeLine(Value):
     skipped: str | None
     """Why the update would not be applied, or None if it would be applied."""
     recorded: bool | None
-    """True if token weights, loss and gradient norm equal the record bit for bit. None for another recipe than the
-    run's, or for an update with several steps, because they may differ there."""
+    """True if token weights, loss and gradient norm equal the recorded ones bit for bit. None if there is nothing to
+    compare with: for a recipe that isn't the run's, and for an update with several steps."""
     gained: tuple[TokenShift, ...]
     """Tokens whose |pull| is larger than under the first recipe. The largest difference comes first."""
     lost: tuple[TokenShift, ...]
     pulls: tuple[float, ...]
-    """Pull on each own token, in the order of the batch."""
+    """Pull on each token that an agent produced, in the order of the batch."""
 
 
 class Experiment(Value):
-    """Results of one update under every recipe."""
+    """Results of one update with every recipe."""
 
     lineage: str
     update: int
     version: str
-    """Version of the weights that the update began with."""
+    """Version of the weights before the update."""
     phase: str
     episodes: int
     tokens: int
-    """Number of own tokens in the batch."""
+    """Number of tokens in the batch that agents produced."""
     lines: tuple[RecipeLine, ...]
 
 
 class LabReport(Value):
-    """Results of the updates under all recipes."""
+    """Results of all requested updates with all recipes."""
 
     run: str
     recipes: tuple[str, ...]
@@ -128,7 +129,7 @@ def lab(
     tokens: int = 5,
     progress: Progress = silent,
 ) -> LabReport:
-    """Compute recorded updates of the run under each recipe, and compare the other recipes with the first one.
+    """Compute recorded updates of the run with each recipe, and compare the other recipes with the first one.
 
     A recipe is a `Recipe`, a recipe's name, `own` (the run's recipe), or a file with a `RecipeConfig`. `updates` are
     the numbers of updates, counted from 0, or None for the loop's last update. `policy` is the name of a trained
@@ -158,7 +159,7 @@ def lab(
 
 
 def _named(recipe: str | Recipe) -> tuple[str, Recipe | None]:
-    """Return the recipe's name, and the recipe. The recipe is None if it is the run's own."""
+    """Return the name of a recipe, and the `Recipe`, which is None for the run's own recipe."""
     if isinstance(recipe, Recipe):
         return recipe.name, recipe
     if recipe == OWN:
@@ -199,9 +200,10 @@ def _wanted(uses: Sequence[Use], updates: Sequence[int] | None) -> list[list[Use
 
 
 def _go_to(history: History, update: int) -> None:
-    """Restore the weights that `update` began with, from the current weights or from the nearest checkpoint.
+    """Restore the weights before `update`.
 
-    The current weights must be from before `update`. They are used unless a checkpoint is nearer.
+    The current weights must not be newer. Updates are applied to them, or to the weights of a checkpoint if it is
+    nearer.
     """
     saved = [
         one.update
@@ -217,7 +219,7 @@ def _go_to(history: History, update: int) -> None:
 
 
 class _Bench:
-    """Computes updates under every recipe. Only one model is in memory."""
+    """Computes an update with every recipe, with one model in memory."""
 
     def __init__(self, rebuilt: RebuiltRun, recipes: Sequence[tuple[str, Recipe | None]], tokens: int) -> None:
         self.history, self.recipes, self.tokens = rebuilt.history, recipes, tokens
@@ -326,7 +328,7 @@ class _Bench:
 
 @dataclass(frozen=True)
 class _Trial:
-    """The gradient of one update under one recipe."""
+    """The gradient of one update with one recipe."""
 
     name: str
     mine: bool

@@ -1,7 +1,7 @@
-"""Rebuilds the beginning of a training run: the base weights, and a history that trains from them.
+"""Rebuilds the beginning of a training run: its base weights, and a `History` that can apply the run's updates to them.
 
-No agent, environment or tasks are needed. Everything is built from the configuration in the run directory by the code
-of `train`, so training isn't implemented twice. The run is only read. `reproduce` and `lab` use this module.
+`reproduce` and `lab` use this module. It builds everything from the configuration in the run directory, with the code
+of `train`. It needs neither agent, environment nor tasks, and only reads the run.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ..run.training import Training
 
 
 class Unknown(TapereelError, ValueError):
-    """The run's base weights or its configuration can't be rebuilt. The message names the missing part."""
+    """Raised if the base weights or the configuration of a run can't be rebuilt. The message names the missing part."""
 
 
 @dataclass(frozen=True)
 class RebuiltRun:
-    """The beginning of a run. The model of `history` has the base weights, and `history` has no checkpoints."""
+    """The beginning of a run: a `history` without checkpoints, whose model has the base weights."""
 
     training: Training
     history: History
@@ -39,8 +39,11 @@ class RebuiltRun:
 
     @classmethod
     def of(cls, run: Path, store: Store, scratch: Path, lineage: str) -> RebuiltRun:
-        """Rebuild the beginning of the run in the directory `run`, which is open as `store`. The history writes to the
-        empty directory `scratch`. Raises Unknown if the base weights or the configuration can't be rebuilt."""
+        """Rebuild the beginning of the run in the directory `run`, which is open as `store`.
+
+        `lineage` names the policy. The history writes to the empty directory `scratch`. Raises Unknown if the base
+        weights or the configuration can't be rebuilt.
+        """
         if not (run / CONFIG).exists():
             raise Unknown(f"{run} has no {CONFIG}, which would say how its weights were trained")
         results = _results(run)
@@ -81,7 +84,7 @@ def _begin(run: Path, directory: RunDir) -> tuple[Training, str]:
         raise Unknown(str(error)) from error
     except (UsageError, BrokenHistory) as error:
         raise Unknown(f"a model that the run began with is gone: {error}") from error
-    # The model folder may have been overwritten since. With other base weights, every later update would differ.
+    # The model folder may have been overwritten since the run. Every update would differ with other base weights.
     found, begun = weights_digest(training.policy.model.state_dict()), directory.results.base
     if begun not in (None, found):
         raise Unknown(
@@ -99,7 +102,7 @@ def _read_config(run: Path) -> TrainConfig:
 
 
 def _on_present_devices(config: TrainConfig) -> TrainConfig:
-    """Replace recorded devices that this machine lacks, so that a machine without a GPU can inspect a run that used
+    """Replace the recorded devices that this machine lacks. A machine without a GPU can then inspect a run that used
     one."""
     players = {
         name: player if player.frozen else player.model_copy(update={"trainer": _on_present_device(player.trainer)})

@@ -1,12 +1,12 @@
-"""Reproduce: derives a checkpoint again, update by update, from the base weights and the recorded tapes.
+"""Reproduce: computes a checkpoint again, update by update, from the base weights and the recorded tapes.
 
-No model samples and no environment runs. The training code makes every update again from the tapes in the update's
-record. The result is compared with the record, bit for bit, and the new weights are compared with the published digest.
-The report names the first update that differs, and what differs. The run is only read.
+No model samples and no environment runs. The training code makes every update again, from the tapes that its record
+names. The result must equal the record bit for bit, and the new weights must have the published digest. If not, the
+report names the first update that differs, and what differs. The run is only read.
 
-1. `verified` holds on every machine, because equal digests mean equal weights. Another machine or torch version than
-   the run's may add numbers in another order, which can change the last bits. If an update differs there, the outcome
-   is `unverifiable`.
+1. The outcome `verified` is certain on every machine, because equal digests mean equal weights. Another machine or
+   torch version may add numbers in another order, which can change the last bits. So if an update differs there, the
+   outcome is `unverifiable` instead of `diverged`.
 2. How a tape was made isn't checked here. `verify` checks its bytes, `replay` the agent, and `requery` the log-probs.
 """
 
@@ -47,10 +47,10 @@ Outcome = Literal["verified", "diverged", "unverifiable"]
 
 
 class Difference(Value):
-    """The first difference between the derived run and the record."""
+    """The first difference between the run and its computation here."""
 
     update: int
-    """Number of the update, counted from 0. It makes version `update + 1`. -1 stands for the base weights."""
+    """Number of the update, counted from 0. The update makes version `update + 1`. -1 means the base weights."""
     field: str
     """What differs: `tape`, `recipe`, `reference`, `teacher`, `items`, `stale`, `filtered`, `context`, `skipped`, `lr`,
     `loss`, `grad_norm`, `weights`, `checkpoint`, `trainer`, `taught` or `files`."""
@@ -60,11 +60,11 @@ class Difference(Value):
 
 
 class Reproduction(Value):
-    """The result of deriving a checkpoint again."""
+    """The result of computing a checkpoint again."""
 
     run: str
     checkpoint: str | None
-    """Directory of the checkpoint, or None if only the ledger was compared."""
+    """Directory of the checkpoint, or None if only the records of updates were compared."""
     lineage: str
     outcome: Outcome
     base: str
@@ -73,16 +73,16 @@ class Reproduction(Value):
     of: int
     """Number of updates that the checkpoint contains."""
     published: int = 0
-    """Number of published versions, up to the checkpoint, for which the derived weights have the same digest."""
+    """Number of published versions, up to the checkpoint, whose weights were computed again with the same digest."""
     checkpoints: int = 0
-    """Number of checkpoints that have the derived weights."""
+    """Number of checkpoints whose weights equal the computed ones."""
     trainers: int = 0
-    """Number of these checkpoints that also have the derived trainer state: optimiser, counts, moments, coefficients,
-    averages and critic. The base checkpoint has no trainer state."""
+    """Number of these checkpoints whose trainer state equals the computed one too: optimiser, counts, moments,
+    coefficients, averages and critic. The base checkpoint has no trainer state."""
     tapes: int = 0
-    """Number of tapes that were trained on. Each has the content that its updates read."""
+    """Number of tapes that were trained on. Each still has the content that its updates read."""
     digest: str | None = None
-    """Digest of the derived weights if the outcome is `verified`, otherwise None."""
+    """Digest of the computed weights if the outcome is `verified`, otherwise None."""
     difference: Difference | None = None
     """The first difference, if the outcome is `diverged`."""
     reason: str | None = None
@@ -114,12 +114,13 @@ class Reproduction(Value):
 
 
 def reproduce(run: str | Path, checkpoint: str | Path | None = None, *, progress: Progress = silent) -> Reproduction:
-    """Derive a checkpoint of a run again. By default, derive the last checkpoint, and compare all earlier ones too.
+    """Compute a checkpoint of a run again and compare it. By default, this is the last checkpoint, and all earlier ones
+    are compared too.
 
-    `run` is the directory of the run. `checkpoint` is the directory of a checkpoint anywhere, its name
-    (`update-000040`), or its number of updates. Without `checkpoint`, `run` may also be the directory of a checkpoint
-    inside a run. Raises UsageError if the checkpoint doesn't exist, and OtherVersion if another version of this package
-    wrote the run's settings.
+    `run` is the directory of the run, or without `checkpoint` also the directory of a checkpoint inside a run.
+    `checkpoint` is the directory of a checkpoint anywhere, its name (`update-000040`), or its number of updates. Raises
+    UsageError if the checkpoint doesn't exist, and OtherVersion if another version of this package wrote the run's
+    settings.
     """
     run = Path(run)
     if not run.is_dir():
@@ -140,7 +141,7 @@ def _one(run: Path, folder: Path, checkpoint: str | Path | None, progress: Progr
     wanted = _find_checkpoint(run, checkpoint, found)
     with Store.open(run) as store, tempfile.TemporaryDirectory() as scratch:
         lineage = str(wanted.state["lineage"])
-        # A damaged checkpoint is included whichever lineage it names, so that the damage is reported.
+        # A damaged checkpoint is always included, whichever lineage it names, so that the damage is reported.
         among = [c for c in found if c.update < wanted.update]
         among = [c for c in among if c.state.get("lineage") == lineage or store.damage(c.path)]
         try:
@@ -171,8 +172,8 @@ def _run_of(checkpoint: Path) -> Path:
 
 
 def _find_checkpoint(run: Path, name: str | Path | None, found: Sequence[Checkpoint]) -> Checkpoint:
-    """Return the checkpoint that `name` stands for: a directory, `update-000040` or `40`. None stands for the last
-    checkpoint. Raises UsageError if there is none."""
+    """Return the checkpoint that `name` means: a directory, `update-000040` or `40`. None means the last checkpoint.
+    Raises UsageError if it doesn't exist."""
     if not found and name is None:
         raise UsageError(
             f"{run} has no checkpoint: it is not a training run, or it has not written its first checkpoint yet"
@@ -197,13 +198,13 @@ def retrace(
     base: str = "the weights of the model",
     progress: Progress = silent,
 ) -> Reproduction:
-    """Apply the recorded updates to `history`, and compare the results with the records and with the checkpoints in
-    `files`. The model of `history` has the base weights. With `until`, only updates with a lower number are applied."""
+    """Apply the recorded updates to `history`, whose model has the base weights. Compare the results with the records
+    and with the checkpoints `files`. With `until`, only updates with a lower number are applied."""
     return _Walk(history, until, files, base, progress).report()
 
 
 class _Walk:
-    """One reproduction."""
+    """One reproduction, which applies the updates one by one and compares after each."""
 
     def __init__(
         self, history: History, until: int | None, files: Sequence[Checkpoint], base: str, progress: Progress
@@ -218,7 +219,7 @@ class _Walk:
         self.digest: str | None = None
         self.started = time.perf_counter()
         self.other = ""
-        """How this machine or its torch differs from the ones that made an update. It is empty if nothing differs."""
+        """How the present machine or torch version differs from those of an update. Empty if nothing differs."""
 
     def report(self) -> Reproduction:
         steps = by_update(use for use in self.ledger.uses if use.update < self.until)
@@ -243,7 +244,7 @@ class _Walk:
     def _apply(self, epochs: list[Use]) -> None:
         on: Any = epochs[0].info.get("on") or {}
         trainer = self.history.enter(Plan.of(epochs[0]).phase)
-        # The number of threads can't differ, because an update is applied with the recorded number.
+        # The number of threads is left out: an update is applied with the recorded number, so it can't differ.
         here = {**computed_on(trainer), "threads": on.get("threads")}
         self.other = elsewhere(on, here) or self.other
         _, again = apply_again(self.history, epochs)
@@ -255,9 +256,10 @@ class _Walk:
         self._weights(epochs[0].lineage)
 
     def _weights(self, lineage: str) -> None:
-        """Compare the current weights with this version's published digest and its checkpoint. Either may be missing.
+        """Compare the current weights with the published digest and the checkpoint of the same version. Either may be
+        missing.
 
-        The comparison is made after each update, because the last checkpoint alone wouldn't show which update differs.
+        This is done after each update. The last checkpoint alone wouldn't show which update differs.
         """
         n = self.history.updates
         published, file = self.known.get(version_name(lineage, n)), self.files.get(n)
@@ -290,8 +292,10 @@ class _Walk:
             raise _Other(file.update - 1, "checkpoint", str(error), self.digest, None) from error
 
     def _unlike_file(self, file: Checkpoint) -> Iterator[tuple[str, str, JsonValue, JsonValue]]:
-        """Yield (field, sentence, recorded, found) for each part of the checkpoint that differs from the derived one.
-        States of random number generators are left out, because no update draws from them."""
+        """Yield (field, sentence, recorded, found) for each part of the checkpoint that differs from the computed one.
+
+        States of random number generators are left out, because no update draws from them.
+        """
         derives = "base weights and tapes give"
         found, taught = weights_digest(file.weights()), file.taught()
         if found != self.digest:
@@ -349,7 +353,7 @@ class _Walk:
 
 
 def _unlike(saved: Any, derived: Any, place: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield (place, saved, derived) for every value that isn't equal bit for bit. Tensors are replaced by digests."""
+    """Yield (place, saved, derived) for every value that isn't equal bit for bit. A tensor is shown by its digest."""
     if isinstance(saved, dict) and isinstance(derived, dict):
         for key in dict.fromkeys([*saved, *derived]):
             yield from _unlike(saved.get(key), derived.get(key), f"{place}.{key}" if place else str(key))
@@ -363,7 +367,7 @@ def _unlike(saved: Any, derived: Any, place: str = "") -> Iterator[tuple[str, st
 
 
 class _Other(TapereelError):
-    """Recorded weights or files differ from the derived ones."""
+    """Raised if recorded weights or files differ from the computed ones."""
 
     def __init__(self, update: int, field: str, sentence: str, recorded: Any, found: Any) -> None:
         super().__init__(sentence)

@@ -1,7 +1,7 @@
 """Requery: scores recorded tokens with a model again, and compares the log-probs with those on tape.
 
-It checks that a tape's tokens come from the policy that the tape names. Each token is scored, teacher-forced, with the
-weights of its recorded version, or with weights that the caller names. The weights come from checkpoints and model
+This checks that a tape's tokens come from the policy that the tape names. Each token is scored (teacher-forced) with
+the weights of its recorded version, or with weights that the caller names. The weights come from checkpoints and model
 folders. If the weights of a version are missing, its tokens can't be verified.
 """
 
@@ -35,18 +35,18 @@ from ..trainer.checkpoint import Checkpoint, checkpoint_folders, checkpoints
 from ..trainer.logprobs import score
 
 TOLERANCE = 1e-4
-"""Two log-probs in float32 count as equal up to this difference, in nats. It is ten times the observed rounding error,
-and less than the effect of one update."""
+"""Two log-probs in float32 count as equal up to this difference in nats. It is ten times the observed rounding error,
+but less than the effect of one update."""
 BATCH = 128
 """Number of tapes that are scored in one call of `requery`."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The weights of a policy, with their name and digest."""
+    """Weights of a policy that can be loaded."""
 
     name: str
-    """The folder with the weights."""
+    """The folder with the weights, as messages show it."""
     digest: str
     """The same digest as in a `publish` record."""
     load: Callable[[], Pretrained] = field(repr=False)
@@ -70,7 +70,7 @@ class Policies:
         self._loaded: tuple[str, Pretrained] | None = None
 
     def of(self, version: str) -> Policy | str:
-        """Return the weights of this version, or the reason why they are missing."""
+        """Return the weights of a version, or the reason why they are missing as a string."""
         if self.only is not None:
             return self.only
         digest = self.digests.get(version)
@@ -91,7 +91,7 @@ class Policies:
         return self._loaded[1]
 
     def logprobs(self, policy: Policy, rows: Sequence[Row]) -> NDArray[np.float64]:
-        """Return the log-probs (T,) of the rows' own tokens under these weights."""
+        """Return the log-probs (T,) under these weights of the tokens that agents produced in `rows`."""
         found = self.loaded(policy)
         return score(found.model, rows, vision=found.vision).logprob.double().cpu().numpy()
 
@@ -118,7 +118,8 @@ def _folder(path: Path, video: VideoTokens) -> Policy:
 
 @dataclass(frozen=True)
 class Scored:
-    """The tokens in a row that one version sampled, and their log-probs under the weights of this version."""
+    """The tokens of a row that one version of a policy sampled, and their log-probs under the weights of this
+    version."""
 
     row: Row
     logprob: NDArray[np.float64]
@@ -127,7 +128,7 @@ class Scored:
 
     @property
     def gap(self) -> NDArray[np.float64]:
-        """|log-prob - recorded log-prob| (n,) in nats. It is NaN where the weights give NaN."""
+        """|log-prob - recorded log-prob| (n,) in nats, NaN for a token whose log-prob is NaN under the weights."""
         return np.abs(self.logprob - self.row.old.astype(np.float64))
 
 
@@ -141,8 +142,9 @@ def requery_run(
     split: str | None = None,
     progress: Progress = silent,
 ) -> tuple[Verdicts, str | None]:
-    """Check `tapes`, or by default all closed tapes in `split` that have sampled tokens. Return (verdicts, reason). The
-    reason explains why there are no verdicts, otherwise it is None.
+    """Check `tapes`, or by default all closed tapes in `split` that have sampled tokens.
+
+    Return (verdicts, reason). The reason is None, or explains why there are no verdicts.
 
     `model` is a checkpoint or model folder that scores every token. With None, each token is scored with the version
     that sampled it, from the run's checkpoints and model folders. `tolerance` is the largest difference in nats that
@@ -215,8 +217,10 @@ def requery(tapes: Sequence[Tape], policies: Policies, *, tolerance: float = TOL
 
 
 def _obstacle(tape: Tape, row: Row, found: Pretrained, fitting: set[int]) -> str | Divergence | None:
-    """Return why the model can't read the row's pictures as the engine did, or None if it can. `fitting` has the
-    `Place.key` of pictures that could be processed. Pictures in it are skipped, and new ones are added."""
+    """Return the reason why the model can't read the row's pictures as the engine did, or None if it can.
+
+    `fitting` has the `Place.key` of the pictures that were checked before. They are skipped, and new ones are added.
+    """
     recorded = tape.begin.versions.get("processor")
     if row.places and (found.vision is None or found.vision.hash != recorded):
         here = "none" if found.vision is None else found.vision.hash[:12]
@@ -243,16 +247,18 @@ def _obstacle(tape: Tape, row: Row, found: Pretrained, fitting: set[int]) -> str
 
 
 def _by_version(tape: Tape, row: Row) -> list[tuple[str, Row]]:
-    """Divide the sampled tokens with a known log-prob by version. For each version, return a row in which only this
-    version's tokens are own tokens."""
+    """Return one row for each version that sampled tokens, in which only the tokens of this version are own tokens.
+    Tokens without a known log-prob are left out."""
     row = _as_recorded(tape, row)
     known = np.isfinite(row.old) & (row.version >= 0)
     return [(row.versions[v], row.where(known & (row.version == v))) for v in np.unique(row.version[known]).tolist()]
 
 
 def _as_recorded(tape: Tape, row: Row) -> Row:
-    """Return the row with the recorded log-probs of greedily drawn tokens. Rows leave them out, because these tokens
-    aren't samples from the policy. They were recorded at temperature 1, so they can be compared here."""
+    """Return the row with the log-probs of tokens that were drawn greedily, as recorded at temperature 1.
+
+    A row for training has NaN for these tokens, because they aren't samples from the policy. They can be compared here.
+    """
     old = row.old.copy()
     for k, name in enumerate(row.calls):
         call = tape.call(name)

@@ -1,6 +1,6 @@
-"""Facts about training for the viewer: advantages, rows, verdicts, the text of tokens, and probability ratios.
+"""Facts about training that the viewer shows: advantages, rows, verdicts, the text of tokens, and probability ratios.
 
-It implements the protocol `Insight` in `tapes/view` with `Explainer` and `Policies`.
+`TrainingInsight` implements the protocol `Insight` in `tapes/view`. It uses `Explainer` and `Policies`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from .explainer import Explainer, token_reader
 from .requery import Policies, Policy
 
 LONGEST = 20_000
-"""Tapes with more records than this aren't explained, because an explanation reads the whole tape."""
+"""Largest number of records in a tape that is explained. An explanation of a longer tape would take too long."""
 
 
 class TrainingInsight:
-    """The facts about one run. The tokenizer is loaded when the object is made."""
+    """Facts about the training in one run. The tokenizer is loaded when the object is made."""
 
     def __init__(self, store: Store, weights: str | None = None, tokenizer: str | None = None) -> None:
-        """`weights` is a checkpoint or model folder. The probabilities that it gives are compared with those at
-        sampling. `tokenizer` is a folder, or None for the run's own tokenizer."""
+        """`weights` is a checkpoint or model folder, whose probabilities of the tokens are compared with the
+        probabilities at sampling. `tokenizer` is a folder, or None for the run's own tokenizer."""
         self._store = store
         self._policies = Policies(store.path, (), only=weights) if weights is not None else None
         newest = store.index.tapes("status is not null")[-1:]
@@ -36,11 +36,11 @@ class TrainingInsight:
         return self._decode
 
     def forget(self) -> None:
-        """Forget what was read from the ledger. This is called after training has added updates."""
+        """Forget the updates that were read from the run. This is called after training has added updates."""
         self._explainer = Explainer(self._store, self._decode, self._renderer)
 
     def explain(self, tape: str) -> dict[str, object]:
-        """Describe how the tape was used in training, with an advantage for each completion token that has one."""
+        """Return how the tape was used in training, with an advantage for each completion token that has one."""
         records = len(self._store.index.places(tape))
         if records > LONGEST:
             return {
@@ -84,8 +84,8 @@ class TrainingInsight:
 
 
 def _by_call(values: Iterable[tuple[str, int, float | None]]) -> dict[str, list[float | None]]:
-    """Group (call, index, value) by call. A call's list has the value at each index in the completion, or None where
-    there is none."""
+    """Group triples (call, index, value) by call. The list of a call has each value at its index, and None at other
+    indices."""
     known: dict[str, list[float | None]] = {}
     for call, at, value in values:
         column = known.setdefault(call, [])

@@ -1,7 +1,7 @@
 """Interchange: converts tapes to dataset rows, and rows with conversations to tapes.
 
-`write(tapes, path, format)` exports, and `read(path, run, format)` imports. On the command line, these are `tapereel
-export --format` and `tapereel import`. `Format.loses` lists what is lost in a format.
+`write(tapes, path, format)` exports, like `tapereel export --format` on the command line. `read(path, run, format)`
+imports, like `tapereel import`. `Format.loses` lists the parts of a tape that a format can't contain.
 """
 
 from .formats import FORMATS, Exchange, Format, read, write

@@ -1,8 +1,8 @@
-"""Makes tapes from a corpus of plain text (`loop.corpus`), which the loop also imitates.
+"""Makes tapes from a corpus of plain text (`loop.corpus`). The loop imitates them in addition to its rollouts.
 
-With these tapes, resuming and `reproduce` need only the run. A text is encoded without a chat template. If the
-tokenizer has tokens for the beginning and the end of a sequence, they enclose the text. Control tokens in the text stay
-text.
+The tapes are a part of the run, so resuming and `reproduce` don't need the original corpus. A text is encoded without a
+chat template. If the tokenizer has tokens for the beginning and the end of a sequence, they enclose the text. The names
+of control tokens in the text stay plain text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def read_corpus(config: CorpusConfig, renderer: Renderer) -> tuple[list[Conversation], str]:
-    """Return the parts of all distinct texts, and the corpus's digest. Raises UsageError if a text can't be read."""
+    """Return all distinct texts, divided into parts of the configured length, and the digest of the corpus. Raises
+    UsageError if a text can't be read."""
     made: list[Conversation] = []
     try:
         rows = load_tasks(config.path, count=config.count, dataset=config)
@@ -48,7 +49,8 @@ def read_corpus(config: CorpusConfig, renderer: Renderer) -> tuple[list[Conversa
 
 
 def bring_in_corpus(texts: Sequence[Conversation], store: Store) -> list[str]:
-    """Write the texts to `store` as tapes, except texts that an earlier call wrote. Return the tapes' ids, in order."""
+    """Write the texts to `store` as tapes, and return the ids of the tapes in order. Texts from an earlier call are not
+    written again."""
     written = {tape.begin.attempt: tape.id for tape in store.tapes(split="corpus", closed=True) if tape.trains}
     ids = [written.get(k) or write_tape(text, store.writer, "corpus") for k, text in enumerate(texts)]
     store.writer.sync()

@@ -31,10 +31,11 @@ class Format:
     loses: tuple[str, ...]
     """Descriptions of the parts of a tape that the format can't contain."""
     write: Callable[[Iterable[Tape]], Iterator[Mapping[str, object] | str]]
-    """Converts tapes to records. For a tape without a record, it yields the reason as a string instead."""
+    """Function that converts tapes to records. For a tape that can't be converted, it yields the reason as a string
+    instead."""
     read: Callable[[Mapping[str, object], str], list[Conversation]]
-    """Converts a record to conversations. The second argument is the stem of the file's name. Raises ValueError for a
-    wrong record."""
+    """Function that converts a record to conversations. Its second argument is the stem of the file's name. It raises
+    ValueError for an invalid record."""
 
 
 ENDINGS = (".jsonl", ".parquet")
@@ -69,7 +70,7 @@ class Exchange(Value):
     tapes: int
     """Number of tapes that were exported or imported."""
     there: int = 0
-    """Number of conversations that an import left out because the run already has a tape with the same content."""
+    """Number of conversations that were not imported, because the run already has a tape with the same content."""
     left_out: dict[str, int] = Field(default={})
     """Number of tapes that were left out, by reason."""
     loses: tuple[str, ...] = ()
@@ -84,8 +85,10 @@ def _format_of(name: str) -> Format:
 
 
 def write(tapes: Iterable[Tape], path: str | Path, format: str, *, images: bool = False) -> Exchange:
-    """Write closed `tapes` to `path`. If `images` is true, the records also have the tapes' pictures, in a column
-    `images`: as `datasets.Image` in Parquet, and as data URLs in JSONL.
+    """Write closed `tapes` to the file `path`, as records of `format`.
+
+    If `images` is true, the records have the tapes' pictures too, in a column `images`: as `datasets.Image` in Parquet,
+    and as data URLs in JSONL.
 
     Raises UsageError if `path` exists or has an ending that the format doesn't accept, and NothingToExport if no tape
     has a record. In both cases no file is written.
@@ -132,8 +135,9 @@ def write(tapes: Iterable[Tape], path: str | Path, format: str, *, images: bool 
 def read(path: str | Path, run: str | Path, format: str, *, split: str | None = None) -> Exchange:
     """Import the file `path` into the run directory `run`, which may already exist.
 
-    A conversation is left out if the run already has its tape, so importing a file again adds only new conversations.
-    `split` replaces the split in the file. If a record doesn't have the format, raises BadImport and writes nothing.
+    Each conversation becomes a tape. A conversation is left out if the run already has its tape, so importing a file
+    again adds only new conversations. `split` replaces the split in the file. If a record doesn't have the format,
+    BadImport is raised and nothing is written.
     """
     chosen, path = _format_of(format), Path(path)
     # The first pass only checks the records, so that no tape is written if a later record is invalid.
@@ -148,7 +152,8 @@ def read(path: str | Path, run: str | Path, format: str, *, split: str | None = 
             count += 1
             for one in made if split is None else (replace(one, split=split) for one in made):
                 key = (one.content, one.status.value)
-                # The tapes are counted, because a file may repeat a record, and each repetition becomes a tape.
+                # A file may repeat a record, and each repetition becomes a tape. So the tapes that are there are
+                # counted.
                 if known[key]:
                     known[key] -= 1
                     there += 1

@@ -1,7 +1,7 @@
-"""Makes tapes of conversations that weren't recorded here: the rows of an import, and the texts of a corpus.
+"""Makes tapes from conversations that no run of this package recorded: imported rows, and the texts of a corpus.
 
-These tapes have a call for each answer from the model, and steps that are made from the messages. The agent and the
-environment aren't known, so the tapes can be imitated but not replayed.
+A tape has a call for each answer of the model, and steps that are made from the messages. The agent and the environment
+aren't known, so these tapes can be imitated but not replayed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def checked_messages(messages: object) -> list[Message]:
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """One answer from the model."""
+    """One answer of the model, with the messages before it."""
 
     messages: tuple[Message, ...] = ()
     """The messages since the previous answer."""
@@ -87,7 +87,7 @@ class Conversation:
     """One conversation, which becomes one tape."""
 
     id: str = ""
-    """Id of the tape that the conversation was exported from, or empty for any other conversation."""
+    """Id of the tape from which the conversation was exported. Empty for a conversation that wasn't exported."""
     answers: tuple[Said, ...]
     by: str = MODEL
     """Path of the agent that gave these answers."""
@@ -102,15 +102,15 @@ class Conversation:
 
     @property
     def content(self) -> str:
-        """SHA-256 (hex) over all fields. It identifies conversations that were imported before."""
+        """SHA-256 (hex) over all fields, by which an import recognises conversations that were imported before."""
         return hashlib.sha256(to_json(self, inf_nan_mode="constants", fallback=list)).hexdigest()
 
 
 def imported(store: Store) -> Counter[tuple[str, str]]:
-    """Return how many tapes in the run were made from each conversation, by the conversation's (content, status).
+    """Return how many tapes in the run were made from each conversation, by its (content, status).
 
-    If a crash interrupts an import, the unfinished tape is closed with another status. It then doesn't match its
-    conversation, and the next import writes the conversation again.
+    A crash during an import leaves an unfinished tape, which is closed with another status. It then doesn't match its
+    conversation, so the next import writes the conversation again.
     """
     found: Counter[tuple[str, str]] = Counter()
     for summary in store.summaries(agent=MODEL, closed=True):
@@ -122,7 +122,7 @@ def imported(store: Store) -> Counter[tuple[str, str]]:
 
 
 def write_tape(one: Conversation, journal: Journal | None, source: str) -> str:
-    """Write a conversation as a closed tape, and return the tape's id.
+    """Write the conversation `one` as a closed tape, and return the tape's id.
 
     If `journal` is None, nothing is written, but an error is raised if the conversation can't become a tape. `source`
     is the name of the format that the conversation was read from.
@@ -218,7 +218,8 @@ def _action(reply: Message) -> Answer | ToolCalls:
 
 
 def _arguments(given: JsonValue) -> dict[str, JsonValue]:
-    """Return the parsed arguments of a tool call. A value that isn't a JSON object is kept under `arguments`."""
+    """Return the arguments of a tool call as a dict. Anything other than a JSON object is kept under the key
+    `arguments`."""
     try:
         found = from_json(given) if isinstance(given, str) else given
     except ValueError:

@@ -17,11 +17,11 @@ PARQUET_ROWS = 100
 
 
 class BadImport(UsageError):
-    """A file is invalid. The message names the place and the cause."""
+    """Raised if a file to import is invalid. The message names the place and the cause."""
 
 
 class NothingToExport(TapereelError, ValueError):
-    """No tape can be converted to a record, so no file was written. The message gives the reasons."""
+    """Raised if no tape can be converted to a record, so that no file is written. The message gives the reasons."""
 
 
 def records(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
@@ -68,8 +68,8 @@ def _parquet(path: Path) -> Iterator[tuple[str, object]]:
 
 
 def _without_none(value: object) -> object:
-    """Return the value without None fields. If one object in a Parquet column has a field, the other objects have it
-    too, as None."""
+    """Return the value without None fields. In a Parquet column, a field that only one object needs is None in all
+    others."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -88,8 +88,11 @@ def check_new(path: Path, endings: Sequence[str], format: str) -> None:
 
 @contextmanager
 def completed(path: Path) -> Iterator[Path]:
-    """Provide the path `NAME.partial` to write to, and rename the file to `path` at the end of the block. An incomplete
-    file then never has the final name, even after a crash."""
+    """Return a context that gives a temporary path (`NAME.partial`) to write to. At the end, the file is renamed to
+    `path`.
+
+    So an incomplete file never has the final name, even after a crash.
+    """
     partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     yield partial

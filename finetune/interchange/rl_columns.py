@@ -1,4 +1,4 @@
-"""Tapes as rows of a Hugging Face dataset. Each token sequence is a row, and each value that training reads a column.
+"""Tapes as rows of a Hugging Face dataset. A row is a token sequence, and its columns hold all values for training.
 
 These columns have one value for each token in `input_ids`: `labels` (-100 except for own tokens), `rewards`,
 `advantages`, `old_logprobs`, `ref_logprobs`, `temperature`, `turn`, `version`. These columns have one value per row:
@@ -7,8 +7,8 @@ row's completions was cut off), `num_labels` (own tokens), and `turn_rewards` (a
 renderer adds `text`, `prompt_text`, `output_text` and `n_predicted`. A run with pictures has `images`, a list of
 `datasets.Image`.
 
-A missing number is NaN (null in JSON), never 0. Examples are the log-prob and advantage of a token that isn't an own
-token, an advantage that isn't computed yet, and an unscored episode's reward. `rl_dataset` trains on these columns.
+A missing number is NaN (null in JSON), never 0. Examples are the log-prob of a token that the agent didn't produce, an
+advantage that isn't computed yet, and the reward of an unscored episode. `rl_dataset` trains on these columns.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ TABLE_ROWS = 1000
 
 
 def rl_features(*, text: bool = False, images: bool = False) -> Features:
-    """Return the type of each column. `text` adds the columns that need a renderer. `images` adds `images`.
+    """Return the type of each column. `text` adds the text columns, which need a renderer. `images` adds the pictures.
 
-    To read a JSON file, use `Dataset.from_json(path, features=rl_features())`. Otherwise a column that is null in the
-    first 10 MB of the file gets no type, and a number further down is an error.
+    To read a JSON file, use `Dataset.from_json(path, features=rl_features())`. Without it, a column that is null in the
+    first 10 MB of the file has no type, and a later number in this column is an error.
     """
     token = {
         "input_ids": "int32",
@@ -73,8 +73,10 @@ def prepare_rl_fields(
     *,
     temperature: float | Sequence[float] = 1.0,
 ) -> dict[str, Sequence[float]]:
-    """Return the encoding with the RL columns. The log-probs belong to the targets in `labels`, in order. Other tokens
-    get NaN.
+    """Add the RL columns to `encoding`, which has the column `labels`, and return the result.
+
+    There is one log-prob for each target in `labels`, in order. All other tokens get NaN. `reward` becomes the reward
+    of every token. If it is None, this reward is NaN.
 
     `temperature` is a single value for all targets, or one value for each target. Raises BadBatch if the number of
     log-probs or temperatures isn't the number of targets.
@@ -106,10 +108,11 @@ def row_rewards(
     starts: NDArray[np.integer],
     reward: NDArray[np.float64] | None = None,
 ) -> NDArray[np.float64]:
-    """Return the reward of each row (rows,): its only value in `rewards` (tokens,), or NaN if it has no value there.
+    """Return the reward of each row (rows,), which all of its values in `rewards` (tokens,) must equal. It is NaN if
+    the row has no value there.
 
-    Raises BadBatch if a row has two different values in `rewards`, or another value in `reward` (rows,). NaN counts as
-    a value only at tokens where `own` (tokens,) is True. `starts` (rows + 1,) are the offsets of the rows.
+    Raises BadBatch if a row has two different values in `rewards`, or another value in `reward` (rows,). A NaN counts
+    as a value only at the tokens that `own` (tokens,) bool marks. `starts` (rows + 1,) are the offsets of the rows.
     """
     found, read = np.full(len(starts) - 1, np.nan), np.flatnonzero(own | ~np.isnan(rewards))
     row = np.repeat(np.arange(len(found)), np.diff(starts))[read]
@@ -132,8 +135,10 @@ def row_rewards(
 def span_labels(
     input_ids: Sequence[int], offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
 ) -> list[int]:
-    """Return labels for authored text. The targets are the tokens with characters in one of the spans. `offsets` and
-    `spans` are (start, end) in characters."""
+    """Return labels for authored text. A token is a target if one of its characters is in one of the spans.
+
+    `offsets` (of the tokens) and `spans` are pairs (start, end) in characters.
+    """
     return [
         token if any(start < b and a < end for a, b in spans) else IGNORED
         for token, (start, end) in zip(input_ids, offsets, strict=True)
@@ -149,8 +154,8 @@ def to_dataset(
 ) -> Dataset:
     """Return a Hugging Face dataset in memory, with the columns described at the top of this module.
 
-    `items` are closed tapes, or rows. For rows, `episodes` must have the `Episode` of each row's tape. `agents` and
-    `renderer` are passed to `records`.
+    `items` are closed tapes, or rows. For rows, `episodes` must have the `Episode` of each row. For `agents` and
+    `renderer`, see `records`.
     """
     if episodes is None:
         made = records(items, agents=agents, renderer=renderer)  # type: ignore[arg-type]
@@ -174,9 +179,9 @@ def records(
     """Yield the rows of closed tapes one by one, as mappings from column to value. One tape is in memory at a time.
 
     `agents` are the paths of the agents whose tokens are labels, or None for all. `renderer` tokenizes tapes that have
-    only text, and decodes the text columns. `images` adds the pictures' files. `counts` collects the numbers of tapes,
-    rows and tokens. Without a renderer, a tape with only text is an error. With `counts`, it is left out and counted
-    instead.
+    only text, and decodes the text columns. Without it, a tape that has only text is an error. `images` adds the files
+    of the pictures. `counts` collects the numbers of tapes, rows and tokens. With `counts`, a tape that can't be
+    tokenized is counted and left out instead of being an error.
     """
     for tape in tapes:
         if counts is not None and renderer is None and _has_text_only(tape):
@@ -236,8 +241,8 @@ def _record(row: Row, episode: Episode, renderer: Renderer | None, cut: Collecti
 
 
 def tables(made: Iterable[Mapping[str, object]], *, text: bool, images: bool = False) -> Iterator[pa.Table]:
-    """Yield the records as Arrow tables with up to TABLE_ROWS rows each. There is always at least one table. `text` and
-    `images` are passed to `rl_features`."""
+    """Yield the records `made` as Arrow tables with up to TABLE_ROWS rows each. There is always at least one table. For
+    `text` and `images`, see `rl_features`."""
     schema, made = rl_features(text=text, images=images).arrow_schema, iter(made)
     while chunk := list(islice(made, TABLE_ROWS)):
         yield pa.Table.from_pylist(chunk, schema=schema)

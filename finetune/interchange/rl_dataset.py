@@ -1,17 +1,18 @@
-"""RL fine-tuning with Hugging Face `datasets`: advantages over a whole dataset, padded batches, and a batch's loss.
+"""RL fine-tuning on a Hugging Face dataset: advantages over the whole dataset, padded batches, and the loss of a batch.
 
 `populate_rl_data` decides, group by group, which tokens train, and computes their advantages and weights. `collate`
-pads rows to a batch. `rl_step` computes the loss for a batch. The dataset has the columns of `rl_columns`, and null is
-read as NaN. Every number is computed by the objective's terms, as in the trainer. The functions here only move numbers
-between columns and tensors.
+pads rows to a batch. `rl_step` computes the loss for a batch.
 
-1. A log-prob has the same index as its token. Aligning log-probs to the end of a row would misplace them, unless the
-   targets are one block at the end.
+The dataset has the columns of `rl_columns`, and null is read as NaN. The terms of the objective compute every number,
+as in the trainer. The functions here only move numbers between columns and tensors.
+
+1. A log-prob has the same index as its token. If log-probs were aligned to the end of a row instead, they would be
+   wrong for a row with several answers.
 2. A tape is one episode in its group, even if it has several rows. The status of the tape decides whether the episode
    trains and whether it counts in its group, as in the trainer.
 3. With a KL penalty in the reward, `rewards` and `advantages` are computed from the same shaped reward.
-4. A token trains if its value in `weights` is above 0. If the loss reads NaN for this token, it raises an error. NaN is
-   normal for all other tokens: the environment or another agent wrote them, their episode is unscored, or their
+4. A token trains if its value in `weights` is above 0. A NaN that the loss reads at one of these tokens is an error. At
+   all other tokens, NaN is normal: the environment or another agent wrote them, their episode is unscored, or their
    sampling wasn't exact.
 """
 
@@ -64,7 +65,7 @@ REMEDY = {
 
 
 class LossNotFinite(TapereelError, ArithmeticError):
-    """The loss for a batch is NaN or infinite. Don't take an optimiser step with its gradient."""
+    """Raised if the loss for a batch is NaN or infinite. Don't take an optimiser step with its gradient."""
 
 
 class RLConfig(Value):
@@ -73,9 +74,9 @@ class RLConfig(Value):
     algo: str = "grpo"
     """Name of a recipe in which a token's loss doesn't depend on other tokens: grpo, reinforce, dapo, sapo, ..."""
     use_advantages: bool = True
-    """If true, a token's loss is weighted by its advantage. If false, it is weighted by the reward."""
+    """If true, the loss of a token uses its advantage. If false, the reward takes the place of the advantage."""
     epsilon: float | None = Field(default=None, ge=0, le=1)
-    """Clip range for the ratio, if the recipe clips. None uses the range in the recipe."""
+    """Clip range for the ratio, in a recipe that clips. None uses the range in the recipe."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the KL (k3) between the policy and the reference model in the loss."""
     reward_minus_kl_coef: float = Field(default=0.0, ge=0)
@@ -93,7 +94,8 @@ class RLConfig(Value):
         return name
 
     def recipe(self) -> Recipe:
-        """Return the recipe with these settings. Raises BadBatch if the recipe needs more than one padded batch."""
+        """Return the recipe with these settings. Raises BadBatch if the loss of the recipe can't be computed from one
+        padded batch."""
         base = get_recipe(self.algo)
         changes: dict[str, Any] = {}
         if isinstance(base.surrogate, PPO | CPG) and self.epsilon is not None:
@@ -126,11 +128,12 @@ class RLConfig(Value):
 def update_rewards_and_advantages(dataset: Dataset, config: RLConfig) -> Dataset:
     """Compute `rewards`, `advantages`, `weights` and `group_tokens`, group by group, and return the dataset with them.
 
-    The order of rows doesn't matter. `weights` has the weight of each own token's loss, not yet divided by the number
-    of tokens or episodes in a batch. A token has weight 0 and doesn't train if the status of its episode forbids
-    training. With a recipe that uses advantages, it also has weight 0 if the episode has no reward or the log-prob at
-    sampling is unknown. `group_tokens` is the mean number of
-    tokens in the group's episodes. Raises BadBatch, with column and row, if the recipe needs an unknown value.
+    `weights` has the weight of each own token's loss, not yet divided by the number of tokens or episodes in a batch. A
+    token has weight 0 and doesn't train if the status of its episode forbids training. With a recipe that uses
+    advantages, it also has weight 0 if the episode has no reward or the log-prob at sampling is unknown.
+
+    `group_tokens` is the mean number of tokens in the group's episodes. The order of rows doesn't matter. Raises
+    BadBatch, with column and row, if the recipe needs an unknown value.
     """
     recipe = config.recipe()
     table = _table(dataset)
@@ -157,12 +160,12 @@ populate_rl_data = update_rewards_and_advantages
 def fill_ref_logprobs(
     dataset: Dataset, model: nn.Module, config: RLConfig, *, micro_tokens: int = MICRO_TOKENS
 ) -> Dataset:
-    """Return the dataset with `ref_logprobs`: log-probs of all own tokens under `model`, at the temperatures of
-    sampling.
+    """Return the dataset with the column `ref_logprobs`: the log-probs of all own tokens under the reference model
+    `model`.
 
-    One forward pass has at most `micro_tokens` tokens, including padding. During the call, the model is in evaluation
-    mode. To use a LoRA policy without its adapters as the reference, call this function within
-    `model.disable_adapter()`.
+    They are computed at the temperatures of sampling. One forward pass has at most `micro_tokens` tokens, including
+    padding. During the call, the model is in evaluation mode. To use a LoRA policy without its adapters as the
+    reference, call this function within `model.disable_adapter()`.
     """
     recipe = config.recipe()
     table = _table(dataset)
@@ -199,7 +202,8 @@ def _table(dataset: Dataset) -> pa.Table:
 
 
 def _sealed(dataset: Dataset, table: pa.Table, how: str) -> Dataset:
-    # `datasets` caches by fingerprint. With the same fingerprint, a later map would return results for the old columns.
+    # `datasets` caches by fingerprint, so the changed table needs a new one. Otherwise a later map would return cached
+    # results for the old columns.
     seal = hashlib.sha256(f"{dataset._fingerprint}{how}".encode()).hexdigest()[:16]
     return Dataset(table, fingerprint=seal)
 
@@ -253,7 +257,8 @@ class _Columns:
         return values.astype(np.float64) if values.dtype == object else values
 
     def check(self, stream: Stream) -> None:
-        """Raise BadBatch if a value that the recipe needs here isn't finite, or if a reward is beyond ±REWARD_LIMIT."""
+        """Raise BadBatch for an impossible log-prob, for a missing log-prob of the reference if the recipe shapes the
+        reward with it, and for a reward beyond ±REWARD_LIMIT."""
         episodes = stream.episodes
         scored = episodes.trains & ~episodes.reward.isnan()
         extreme = scored & (episodes.reward.abs() > REWARD_LIMIT)
@@ -264,7 +269,7 @@ class _Columns:
             self.refuse("ref_logprobs", scored[stream.episode] & stream.old.isfinite() & ~stream.ref.isfinite())
 
     def check_some(self, stream: Stream) -> None:
-        """Raise BadBatch if all rewards or all log-probs are unknown, so that no token may train."""
+        """Raise BadBatch if no token can train because all rewards or all log-probs are unknown."""
         scored = stream.episodes.trains & ~stream.episodes.reward.isnan()
         known = stream.old.isfinite()
         empty = "rewards" if not bool(scored.any()) else "old_logprobs" if not bool(known.any()) else None
@@ -272,14 +277,15 @@ class _Columns:
             raise BadBatch(f"column {empty!r} is NaN in every row whose status may train: {REMEDY[empty]}")
 
     def refuse(self, name: str, bad: Tensor) -> None:
-        """If `bad` (own tokens,) is True anywhere, raise BadBatch with the first such token."""
+        """Raise BadBatch if `bad` (own tokens,) is True anywhere. The message names the first token, and the column
+        `name`."""
         if bool(bad.any()):
             at = int(self.own.nonzero()[0][int(bad.int().argmax())])
             row = int(np.searchsorted(self.starts, at, side="right")) - 1
             _refuse(name, float(self.values(name)[at]), row, at - int(self.starts[row]))
 
     def shaped(self, stream: Stream) -> NDArray[np.float64]:
-        """For each token, return the reward (tokens,) of its episode, as the recipe shapes it."""
+        """Return, for each token, the reward (tokens,) of its episode, after the recipe's shapes have changed it."""
         x, scored = stream.episodes.reward, stream.episodes.trains
         for term in self.recipe.shape:
             if not isinstance(term, TokenKL):
@@ -287,14 +293,14 @@ class _Columns:
         return np.repeat(x.numpy()[self.episode], self.lengths)
 
     def group_tokens(self, stream: Stream) -> NDArray[np.float64]:
-        """For each row, return the mean number (rows,) of tokens per episode in its group, including prompts."""
+        """Return, for each row, the mean number (rows,) of tokens per episode in its group, including prompts."""
         group = stream.episodes.group.numpy()
         tokens = np.bincount(self.episode, weights=self.lengths, minlength=len(self.tapes))
         return (np.bincount(group, weights=tokens) / np.bincount(group))[group[self.episode]]
 
     def stream(self) -> Stream:
-        """Return the stream of the own tokens in all rows, with their episodes. `ref` is only set if the recipe shapes
-        the reward with it."""
+        """Return the stream of the own tokens in all rows, with their episodes. The reference's log-probs (`ref`) are
+        only set if the recipe shapes the reward with them."""
         own = np.zeros(len(self.own) + 1, dtype=np.int64)
         np.cumsum(self.own, out=own[1:])
         bounds = own[self.starts]
@@ -333,7 +339,7 @@ class _Columns:
         )
 
     def numbers(self, name: str) -> Tensor:
-        """Return the values (own tokens,) that a token column has at the own tokens, as float64."""
+        """Return the values (own tokens,) float64 of a token column at the own tokens."""
         return torch.from_numpy(self.values(name)[self.own].astype(np.float64, copy=False))
 
     def _episodes(self) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.bool_], tuple[str, ...]]:
@@ -418,7 +424,7 @@ class _Columns:
 
 
 def _unknown(turns: int) -> Tensor:
-    """`Turns.answered` of a dataset, which holds no observations."""
+    """Return `Turns.answered` for a dataset: -1 everywhere, because a dataset holds no observations."""
     return torch.full((turns,), -1)
 
 
@@ -437,8 +443,8 @@ def collate(
     """Pad rows to one batch. `labels` are padded with -100, `attention_mask` with 0, and RL columns with NaN, which is
     never a valid log-prob.
 
-    The batch also has `episode` (rows,), a number for each row's tape. Rows of the same tape have the same number. None
-    and null become NaN.
+    The batch has an additional column `episode` (rows,). It numbers the tapes, so rows of one tape have the same
+    number. None and null become NaN.
     """
     if not features or side not in ("right", "left"):
         raise BadBatch(f"{len(features)} rows padded on side {side!r}: give at least one row, and 'right' or 'left'")
@@ -475,10 +481,13 @@ def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> 
     tokens that train.
 
     The statistics are means over these tokens, and extremes as `name/min` and `name/max`. `tokens` is the number of
-    these tokens, and `weight` is the divisor of the loss. To get the loss over several batches, multiply each batch's
-    loss by its `weight`, and divide the sum by the sum of the weights. With `weigh.kind = constant`, this is only
-    correct if all rows of an episode are in one batch. Raises BadBatch with column, row and token if a value that the
-    recipe needs is unknown, and LossNotFinite if the loss is NaN or infinite.
+    these tokens, and `weight` is the divisor of the loss.
+
+    To get the loss over several batches, multiply each batch's loss by its `weight`, and divide the sum by the sum of
+    the weights. With `weigh.kind = constant`, this is only correct if all rows of an episode are in one batch.
+
+    Raises BadBatch with column, row and token if a value that the recipe needs is unknown, and LossNotFinite if the
+    loss is NaN or infinite.
     """
     recipe = config.recipe()
     batch = {name: column.detach().cpu() for name, column in batch.items() if isinstance(column, Tensor)}
@@ -611,8 +620,8 @@ def _statistics(
         values["ratio_ref_old"] = (stream.ref - stream.old).exp()
         values["kl"] = estimate("k3", lp, stream.ref)
     for name, column in values.items():
-        # Only columns that the recipe doesn't read can have unknown values here. Unknown values in other columns have
-        # raised an error before.
+        # A column that the recipe reads has no unknown values here, because they have raised an error before. Other
+        # columns may have some.
         sums.add(name, column[~column.isnan()], extremes=True)
     sums.add("logprob_where_weight_positive", lp[weight > 0])
     sums.add("logprob_where_weight_negative", lp[weight < 0])

@@ -38,7 +38,7 @@ class Exported(Value):
     """Number of own tokens, which are the targets."""
     without_own: int
     without_tokens: int
-    """Number of tapes that were left out because they have text without token ids, and no tokenizer was given."""
+    """Number of tapes that were left out, because they have only text and no tokenizer was given."""
 
 
 def export(
@@ -93,7 +93,7 @@ def export(
 def run_dataset(
     run: Path, where: Where, *, agents: Sequence[str] | None, tokenizer: str | Path | None, streaming: bool
 ) -> Dataset | IterableDataset:
-    """Return the rows of the run's closed tapes that match `where`. `Run.dataset` describes the other arguments."""
+    """Return the rows of the run's closed tapes that match `where`. For the other arguments, see `Run.dataset`."""
     try:
         import pyarrow as pa
         from datasets import Dataset, IterableDataset
@@ -116,8 +116,8 @@ def run_dataset(
 def _run_records(
     run: Path, where: Where, agents: Sequence[str] | None, tokenizer: str | Path | None, images: bool
 ) -> Iterator[Mapping[str, object]]:
-    """Yield the rows of a run. This is a module-level function with plain arguments, so that it can be sent to the
-    workers of a data loader."""
+    """Yield the rows of a run. This function and its arguments can be pickled, so that the workers of a data loader can
+    call it."""
     from .rl_columns import records
 
     renderer = renderer_of(tokenizer)
@@ -136,7 +136,7 @@ def renderer_of(tokenizer: str | Path | None) -> Renderer | None:
 
 
 def _some(made: Iterator[Mapping[str, object]], counts: Counter[str], path: Path) -> Iterator[Mapping[str, object]]:
-    """Return the records. Raises NothingToExport if there are none."""
+    """Return the records `made`. If there are none, raise NothingToExport with the reasons in `counts`."""
     first = next(made, None)
     if first is None:
         empty, untokenized = counts["without_own"], counts["without_tokens"]

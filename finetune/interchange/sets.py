@@ -1,8 +1,8 @@
-"""Rows as TRL's trainers accept them: conversations to imitate, and preference pairs.
+"""Rows in the formats of TRL's trainers: conversations to imitate (SFT), and preference pairs.
 
 JSONL and Parquet files contain the same rows. Tool calls and tool schemas are JSON strings, because a column in Parquet
-has one type. An import also accepts TRL's standard form, in which prompt and completion are texts. The prompt becomes
-one message from the user, and the completion one message from the assistant.
+has one type. An import also accepts TRL's standard form, in which prompt and completion are strings. The prompt then
+becomes one message from the user, and the completion one message from the assistant.
 """
 
 from __future__ import annotations
@@ -59,8 +59,10 @@ def turns_of(tape: Tape) -> list[Turn]:
 
 
 class SFTRow(BaseModel):
-    """One conversation (`messages`), or a prompt and a completion. In `messages`, each message from the assistant is a
-    model call. With a prompt, only the assistant's messages in the completion are model calls."""
+    """A conversation to imitate, either as `messages` or as a prompt and a completion.
+
+    Each message from the assistant becomes a model call, but messages in a prompt are only context.
+    """
 
     model_config = ConfigDict(extra="ignore")
     reward: _Score = None
@@ -83,7 +85,8 @@ class SFTRow(BaseModel):
 
 
 def write_sft(tapes: Iterable[Tape]) -> Iterator[Mapping[str, object] | str]:
-    """Yield a row for each conversation that no later call extends. If a tape has no conversation, yield the reason."""
+    """Yield a row for each conversation of the tapes. A conversation that a later call extends is a part of the longer
+    row. For a tape without a conversation, yield the reason as a string."""
     for tape in tapes:
         turns = turns_of(tape)
         if not turns:
@@ -103,7 +106,7 @@ def write_sft(tapes: Iterable[Tape]) -> Iterator[Mapping[str, object] | str]:
 
 
 def read_sft(record: Mapping[str, object], stem: str) -> list[Conversation]:
-    """Return the conversation in a row. It has no token ids. A trainer tokenizes its text."""
+    """Return the conversation in a row, as text without token ids. A trainer tokenizes it later."""
     _without_images(record)
     row = SFTRow.model_validate(dict(record))
     before, said = _back(row.prompt or [], "user"), _back(row.messages or row.completion or [], "assistant")
@@ -155,7 +158,7 @@ class _Member(NamedTuple):
 
 
 def write_preference(tapes: Iterable[Tape]) -> Iterator[Mapping[str, object] | str]:
-    """Yield a row for each group, with the attempts that have the highest and the lowest reward. For every other tape,
+    """Yield a row for each group, made of the attempts with the highest and the lowest reward. For every other tape,
     yield the reason why it is left out.
 
     All conversations stay in memory until the end, because the tapes of a group may come in any order.
@@ -195,7 +198,7 @@ def _pair(members: Sequence[_Member]) -> dict[str, Any] | None:
 
 
 def read_preference(record: Mapping[str, object], stem: str) -> list[Conversation]:
-    """Return the two answers of a row as attempts in one group. If an answer has no score, it gets a reward
+    """Return the two answers of a row as attempts in one group. An answer without a score gets a reward component
     `preferred`, which is 1 for the chosen answer and 0 for the rejected one."""
     _without_images(record)
     row = PreferenceRow.model_validate(dict(record))
@@ -214,9 +217,11 @@ def read_preference(record: Mapping[str, object], stem: str) -> list[Conversatio
 
 
 def with_images(row: Mapping[str, object], image: Callable[[str], object]) -> Mapping[str, object] | str:
-    """Return the row in TRL's form for pictures, or the reason why this isn't possible. In this form, every content is
-    a list of parts, and the column `images` has the pictures for the parts `{"type": "image"}`, in order. `image`
-    returns the value in this column for the name of a picture's file."""
+    """Return the row in TRL's form for pictures, or the reason why this isn't possible as a string.
+
+    In this form, every content is a list of parts. The column `images` has the pictures for the parts `{"type":
+    "image"}`, in order. `image` takes the name of a picture's file and returns the value for this column.
+    """
     names: list[str] = []
     made: dict[str, object] = dict(row)
     for key in ("messages", "prompt", "completion", "chosen", "rejected"):
@@ -241,7 +246,7 @@ def _flat(messages: Iterable[Message]) -> list[Message]:
 
 
 def _back(messages: Iterable[dict[str, Any]] | str, role: str = "user") -> list[Message]:
-    """Return validated messages, with tool calls parsed from JSON. A text becomes one message with `role`."""
+    """Return validated messages, with tool calls parsed from JSON. A string becomes one message with `role`."""
     if isinstance(messages, str):
         messages = [{"role": role, "content": messages}]
     return checked_messages(

@@ -1,15 +1,15 @@
-"""Checks whether the published weights were delivered to each sampler.
+"""Checks that each sampler really has the weights that the trainer published.
 
 After every weight sync, each sampler draws one token after each of several prefixes of a recorded row. The log-probs of
 these tokens must equal those that the trainer computes with the new weights. The requests take the same route as every
-completion. The prefixes stay the same during a run. So the check also fails if a prefix cache wasn't cleared and still
-holds keys and values from earlier weights. The trainer keeps its distributions for the last few versions, so that an
-error can name the version that a sampler really has.
+completion, and the prefixes stay the same during a run. So the check also fails if a prefix cache wasn't cleared and
+still holds keys and values from earlier weights. The trainer keeps its distributions for the last few versions, so that
+an error can name the version that a sampler has instead.
 
-Differences up to a bound count as rounding. A sync is confirmed if its update changed the log-probs by more than twice
-the bound. The first check sets the bound. Later, it grows only after confirmed syncs of samplers without lag. After a
-smaller update, the verdict is `unmoved`. Small updates that never arrive are still found, because they add up: samplers
-are always compared with the newest weights.
+Differences up to a bound count as rounding. The first check sets the bound. A sync is confirmed (`delivered`) if the
+log-probs have changed by more than twice the bound since the last confirmed sync, and every sampler is closest to the
+newest weights. Otherwise the verdict is `unmoved`. Only confirmed syncs can raise the bound. Small updates that never
+arrive are still found, because they add up: samplers are always compared with the newest weights.
 
 No engine is asked to score given tokens, because vLLM's CPU build with adapters crashes on `prompt_logprobs`.
 """
@@ -40,24 +40,25 @@ from ..trainer.logprobs import casting, parts, plan, states
 PLACES = 8
 """Maximum number of tokens that each sampler draws in a check, one after each prefix."""
 SHARE, LEAST, MOST = 100, 32, 144
-"""The longest prefix has 1 / SHARE of the batch's tokens, but at least LEAST and at most MOST, so that a check is cheap
-compared to the update. MOST tokens fill a block of 128 tokens, which is a large block for a prefix cache."""
+"""The longest prefix has 1 / SHARE of the tokens in an update's batch, so that a check is cheap compared to the update.
+It has at least LEAST and at most MOST tokens. MOST is more than 128 tokens, which is a large block of a prefix
+cache."""
 FLOOR, NARROW = {torch.float32: 1e-4, torch.float64: 1e-4}, 0.02
-"""Differences up to this many nats always count as rounding. The bound depends on the dtype of the trainer's forward
-pass. FLOOR lists some dtypes, and NARROW is for all others."""
+"""Differences up to this many nats always count as rounding. FLOOR is for these dtypes of the trainer's forward pass,
+and NARROW for all others."""
 MARGIN = 3.0
-"""The bound is this many times the largest difference after a confirmed sync."""
+"""The bound for rounding is this many times the largest difference that was found after a confirmed sync."""
 FIRST = 0.5
-"""The bound in nats for a run's first check. At that point, it isn't known how the samplers round."""
+"""The bound in nats for the first check of a run, which can't know yet how the samplers round."""
 KEPT = 8
-"""Number of versions whose log-probs are kept."""
+"""Number of versions of the weights for which the trainer keeps its log-probs."""
 ONE = Sampling(max_tokens=1)
 """How each sampler samples in a check."""
 
 
 class NotDelivered(TapereelError, RuntimeError):
-    """A sampler doesn't have the weights that were published to it. The message names the sampler, the missing weights
-    and the last weights known to have arrived."""
+    """Raised if a sampler doesn't have the weights that were published to it. The message names the sampler, the
+    missing weights and the last weights known to have arrived."""
 
 
 class _Version(NamedTuple):
@@ -65,11 +66,11 @@ class _Version(NamedTuple):
 
     name: str
     after: NDArray[np.float32]
-    """Log-probs (places, vocabulary) of the token after each place."""
+    """Log-probs (places, vocabulary) of the next token after each place."""
 
 
 class _Answer(NamedTuple):
-    """The tokens that one sampler drew, one after each place."""
+    """The tokens that one sampler drew in a check: one after each place, which is the length of a prefix."""
 
     sampler: str
     ids: NDArray[np.int64]
@@ -82,17 +83,19 @@ class _Answer(NamedTuple):
         return version.after[np.arange(len(self.ids)), self.ids]
 
     def gaps(self, versions: Iterable[_Version]) -> list[float]:
-        """Return the largest difference from the trainer's log-probs under each version, in nats."""
+        """For each version, return the largest difference between the sampler's log-probs and the trainer's, in
+        nats."""
         return [float(np.abs(self.of(version) - self.logprobs).max()) for version in versions]
 
 
 class Delivery:
-    """The check of one policy's samplers. `model` is the trainer's model, which updates change in place."""
+    """Checks that all samplers of one policy have its weights. `model` is the trainer's model, which updates change in
+    place."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.autocast: torch.dtype | None = None
-        """The dtype of the body's forward pass in the trainer. None means the dtype of the weights."""
+        """Dtype in which the trainer runs the forward pass. None means the dtype of the weights."""
         self.vision: Vision | None = None
         """How the model reads pictures, or None if it reads only text."""
         self.found: dict[str, JsonValue] = {}
@@ -101,34 +104,37 @@ class Delivery:
         self._row: Row | None = None
         """The beginning of a recorded row. The prefixes are taken from it. It is None before `choose`."""
         self._places: list[int] = []
-        """Lengths of the prefixes of `_row`. A token is sampled after each prefix. No prefix ends inside a picture."""
+        """Lengths of the prefixes of `_row` after which a token is sampled. No prefix ends inside a picture."""
         self._clean: float | None = None
-        """Largest difference, in nats, after a confirmed sync. It is None before the first check."""
+        """Largest difference, in nats, that was found after a confirmed sync. None before the first check."""
         self._versions: deque[_Version] = deque(maxlen=KEPT)
         self._sure: _Version | None = None
         """The newest version that is known to have arrived at every sampler."""
 
     def choose(self, tapes: Sequence[str], source: Callable[[str], Sequence[Row]]) -> None:
-        """Choose the longest row in these tapes, unless a row was chosen before. Rows with pictures are preferred."""
+        """Choose the row for all checks: the longest one in these tapes, or the longest one with a picture. If a row
+        was chosen before, it is kept."""
         rows = [(row, tape) for tape in tapes for row in source(tape)] if self._row is None else []
         if rows:
             row, self._tape = max(rows, key=lambda found: (bool(found[0].places), len(found[0])))
             length = min(max(sum(len(row) for row, _ in rows) // SHARE, LEAST), MOST)
-            # The prefix includes the first picture, because only tokens after it show that a sampler reads other
-            # pixels.
+            # The prefix includes the first picture. Only tokens after it can show that a sampler reads other pixels.
             self._row = _beginning(row, max([length, *(place.end + 1 for place in row.places[:1])]))
 
     def recall(self, found: dict[str, JsonValue], source: Callable[[str], Sequence[Row]]) -> None:
-        """Continue from a recorded check, with the same bound, row and places. If a later layer removed the row,
-        `choose` chooses another one."""
+        """Continue after an earlier process, with the bound, row and places of the check `found` in its records. If the
+        tape no longer has the row, `choose` chooses another one."""
         self._clean, tape, places = float(str(found["clean"])), str(found["tape"]), cast("list[int]", found["places"])
         row = max(source(tape), key=lambda row: (bool(row.places), len(row)), default=None)
         if row is not None and len(row) >= max(places):
             self._tape, self._places, self._row = tape, places, _beginning(row, max(places))
 
     async def check(self, engine: TrainableEngine, version: str, tolerance: float | None) -> None:
-        """Raise NotDelivered unless every sampler has the model's current weights, which are `version`. Differences up
-        to `tolerance` nats always count as rounding. Before `choose`, this does nothing."""
+        """Check that every sampler has the current weights of the model, whose version is `version`. If not, raise
+        NotDelivered.
+
+        Differences up to `tolerance` nats always count as rounding. Before `choose`, this does nothing.
+        """
         lead = lead_of(engine)
         copies = "copies" in lead.can
         samplers = cast(CapableEngine, lead).samplers if copies else {lead.name: lead.complete}
@@ -148,7 +154,7 @@ class Delivery:
                 raise NotDelivered(self._sentence(answer, to_versions, bound))
         difference, sure = max(newest), self._sure
         moved = min(float(np.abs(one.of(new) - one.of(sure)).max()) for one in answers) if sure is not None else None
-        # A sampler that lacks a few small updates is closer to an older version, so its difference isn't only rounding.
+        # A sampler that is closer to an older version lacks a few small updates. Its difference isn't only rounding.
         lags = any(to_versions[-1] > min(to_versions) for to_versions in gaps)
         if moved is None or (moved > 2 * bound and not lags):
             self._sure = new
@@ -161,15 +167,15 @@ class Delivery:
     @torch.no_grad()
     def _scored(self, row: Row, version: str, context: int | None) -> _Version:
         body, output = parts(self.model)
-        # `states` returns the states before each own token. One more token adds the last state.
+        # `states` returns the hidden state before each own token, so one more token is added to get the last state.
         own, ones = np.arange(1, len(row) + 1, dtype=np.int32), np.ones(len(row), dtype=np.float32)
         longer = replace(row, input_ids=np.append(row.input_ids, 0), own=own, temperature=ones, bars=())
         with casting(self.model, self.autocast):
             hidden = states(body, plan([longer], vision=self.vision)[0], self.model).to(output.weight.dtype)
         if not self._places:
             logits = output(hidden).float()
-            # A change of the weights is most visible where the model is least sure. The longest prefix tests the most
-            # cache.
+            # The model is least sure after these prefixes, so a change of the weights is most visible. The longest
+            # prefix tests the largest part of a cache.
             longest = len(_beginning(row, min(len(row), (context or len(row) + 1) - 1)))
             unsure = torch.distributions.Categorical(logits=logits[: longest - 1]).entropy()
             for place in row.places:

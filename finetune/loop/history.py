@@ -1,9 +1,11 @@
 """The history of a policy: the sequence of updates that made it. Each update is recorded and can be applied again.
 
-A lineage counts its updates from 0 (the base weights) through every phase, so version `lineage:n` is the policy after n
-updates. A `use` record names the tokens that one update trained on. The record is durable before any engine or
-checkpoint gets the new weights. To resume a run, the newest checkpoint is loaded, and the updates recorded after that
-checkpoint are applied again from the tapes. So no update is lost or applied twice.
+A lineage is the name of one sequence. Version `lineage:n` is the policy after n updates in all phases, and
+`lineage:0` has the base weights.
+
+A `use` record names the tokens that one update trained on. The record is durable before any engine or checkpoint gets
+the new weights. To resume a run, the newest checkpoint is loaded, and the updates that were recorded later are applied
+again from the tapes. So no update is lost or applied twice.
 """
 
 from __future__ import annotations
@@ -58,11 +60,11 @@ log = logger("history")
 
 
 class BrokenHistory(TapereelError, ValueError):
-    """The recorded updates can't be applied: a tape is missing, or a checkpoint belongs to another run."""
+    """Raised if recorded updates can't be applied again, for example because a tape is missing."""
 
 
 class Differs(BrokenHistory):
-    """An update that was applied again differs from its record."""
+    """Raised if an update that was applied again differs from its record."""
 
     def __init__(
         self, use: Use, field: str, sentence: str, *, recorded: JsonValue = None, found: JsonValue = None
@@ -90,7 +92,7 @@ class History:
         keep_bytes: int | None = None,
     ) -> None:
         """`model` has the base weights. `make_trainer` takes the name of a phase and returns a new trainer for the
-        model. `keep` and `keep_bytes` limit the checkpoints that are kept; they are passed to `prune`."""
+        model. `keep` and `keep_bytes` limit the checkpoints that are kept (see `prune`)."""
         self.store = store
         self.lineage = lineage
         self.directory = directory
@@ -101,20 +103,21 @@ class History:
         self.keep = keep
         self.keep_bytes = keep_bytes
         self.updates = 0
-        """The number of updates that led to the present weights."""
+        """Number of updates that led to the current weights."""
         self.trained_tokens = 0
         self.taught: dict[str, Pin] = {}
-        """A pin for each tape that the current weights were trained on, which names what the last update read."""
+        """For each tape that the current weights were trained on, a pin: the digests of its content when an update last
+        read it."""
         self.cursor = 0
-        """The number of groups that have begun in this phase. It is also the position in the taskset."""
+        """Number of groups that have begun in this phase, and so the position in the taskset."""
         self.scores: dict[int, float] = {}
         """Held-out reward after each update that was evaluated. The checkpoint with the highest reward is kept."""
         self.phase = ""
         self.trainer: PolicyTrainer | None = None
         self.delivery = Delivery(model)
         self.unrecorded: list[Use] = []
-        """A crash can leave some epochs of the last update without a record in the store. `restore` makes these records
-        again, and the caller must append them to the store before the next update."""
+        """Records of the last update that the store lacks, because a crash came between the records of its epochs.
+        `restore` makes these records again, and the caller must append them to the store before the next update."""
 
     @property
     def version(self) -> str:
@@ -128,8 +131,8 @@ class History:
         return self.trainer
 
     def from_store(self, tape: str, pin: Pin | None = None) -> tuple[list[Row], Episode]:
-        """Return the rows and the episode of a recorded tape. Without `pin`, all current layers of the tape are
-        applied. With `pin`, the tape has the content that the pin names."""
+        """Return the rows and the `Episode` of a recorded tape. With `pin`, the tape is read as it was when the pin was
+        made. Without `pin`, it is read with all of its current layers."""
         found = self.store.tape(tape, refresh=False)
         if pin is not None:
             found = as_pinned(found, pin)
@@ -142,8 +145,8 @@ class History:
         an engine or a checkpoint gets the new weights. Otherwise a crash could leave tapes that were sampled by an
         unrecorded version.
         """
-        # The pin of a tape names the content that this update reads. So layers that a later process adds to the tape
-        # (such as a rescored reward) don't change the result when the update is applied again.
+        # A pin names the content of a tape that this update reads. A later process may add layers, such as a rescored
+        # reward. When the update is applied again, they are left out, so the result is the same.
         pins: dict[str, Pin] = {}
 
         def noting(tape: str) -> tuple[list[Row], Episode]:
@@ -184,8 +187,12 @@ class History:
         return stats, uses
 
     def taught_rows(self, plan: Plan, batch: Batch) -> Sequence[Row]:
-        """Return the rows for the planned update. If an engine serves the teacher, they include the teacher's
-        log-probs. For a recorded update, the log-probs are read from the run. Raises BrokenHistory if they are gone."""
+        """Return the rows of `batch` for the planned update. If an engine serves the teacher, add the teacher's
+        log-probs.
+
+        For an update that was recorded before, these log-probs are read from the run. Raises BrokenHistory if they are
+        gone.
+        """
         teacher = self.enter(plan.phase).others.get("teacher")
         if not isinstance(teacher, ServedTeacher) or not batch.rows:
             return batch.rows
@@ -224,7 +231,8 @@ class History:
         return weights, Publish(version=self.version, digest=weights_digest(weights), mode=mode, at=time.time())
 
     def record_version(self, mode: str) -> None:
-        """Append the `publish` record for the current weights to the store, unless it has one for this version."""
+        """Append a `publish` record for the current weights to the store, if the store has none for this version
+        yet."""
         # The store is checked first, because the digest needs a copy of the model.
         if self.version not in self.store.published:
             self.store.append_layer(self.publish_record(mode)[1])
@@ -262,7 +270,7 @@ class History:
         return made
 
     def settle(self) -> None:
-        """Write a pinned checkpoint of the current weights if there is none. This is called at the end of a phase."""
+        """Make sure that a pinned checkpoint of the current weights exists. This is called at the end of a phase."""
         for found in checkpoints(self.directory, damaged=False):
             if found.update == self.updates and found.state["lineage"] == self.lineage and found.state.get("pinned"):
                 return
@@ -278,10 +286,10 @@ class History:
     ) -> int:
         """Restore the weights of the last recorded update. Load the newest checkpoint, and apply later updates again.
 
-        Returns the number of updates that were applied again. `report` is called for each of these updates. With
-        `until`, only updates with a lower number are restored. With `checkpoint_every`, the checkpoints that the
-        previous process had no time to write are made at this interval. Raises BrokenHistory if an update differs from
-        its record.
+        Returns the number of updates that were applied again. `on_update(done, all)` and `report` are called after each
+        of these updates. With `until`, only updates with a lower number are restored. With `checkpoint_every`, missing
+        checkpoints are written at this interval. Raises Differs if an update differs from its record, and BrokenHistory
+        if an update can't be applied again or the weights differ from the published ones.
         """
         if checkpoint_every is not None:
             remove_partial(self.directory)
@@ -289,8 +297,9 @@ class History:
         last = uses[-1].update + 1 if uses else 0
         leads = {use.update + 1: use.lead or 0 for use in uses}
 
-        # A checkpoint can contain updates that are missing from these records: if it is newer than the last record, or
-        # if its last update was made again under a later lead. In both cases an older checkpoint is loaded.
+        # Only a checkpoint whose updates are all in these records can be used. A checkpoint may be newer than the last
+        # record, or another process may have made its last update again (under a later lead). Then an older one is
+        # loaded.
         def fits(c: Checkpoint) -> bool:
             lead = c.state.get("lead") or 0
             return c.state["lineage"] == self.lineage and c.update <= last and lead >= leads.get(c.update, 0)
@@ -300,8 +309,8 @@ class History:
         redo = by_update(use for use in uses if use.update >= self.updates)
         for k, epochs in enumerate(redo):
             stats, again = apply_again(self, epochs)
-            # If the crash came between the records of an update's epochs, no engine got the weights after that update.
-            # The missing records are written when the run continues.
+            # A crash may have come between the records of an update's epochs. Then no engine got the weights after this
+            # update, and the missing records are written when the run continues.
             self.unrecorded.extend(again[len(epochs) :])
             if report is not None:
                 report(stats, again)
@@ -326,7 +335,8 @@ class History:
                 # Damage is checked first, because `fits` reads the checkpoint's state, which may be the damaged part.
                 broken = self.store.damage(path)
                 if broken is None and recorded:
-                    # A crash came before its digests were recorded, or another program wrote the checkpoint.
+                    # Without digests, the checkpoint is from a crash before they were recorded, or from another
+                    # program.
                     broken = [f"no record has the digests of {path}"]
                 if broken:
                     raise BadCheckpoint(broken[0])
@@ -351,7 +361,7 @@ class History:
             self.enter(checkpoint.state["phase"]).load_state_dict(cast(TrainerState, state))
 
     def _check_published(self) -> None:
-        """Raise BrokenHistory if the restored weights differ from those that were published as the same version.
+        """Raise BrokenHistory if the restored weights differ from the published weights of the same version.
 
         The weights are compared bit for bit. Otherwise, a run that is resumed on another machine could continue with
         slightly different weights, and tapes from both machines would count as sampled by one version.
@@ -372,8 +382,8 @@ class History:
 def apply_again(history: History, epochs: Sequence[Use]) -> tuple[UpdateStats, tuple[Use, ...]]:
     """Apply the update recorded in `epochs` to the history's weights. Return its statistics and its new records.
 
-    Raises Differs if the update differs from its record, and BrokenHistory if a tape is missing. After a crash, records
-    of the last epochs may be missing. Only the epochs that have a record are compared.
+    Raises Differs if the update differs from its record, and BrokenHistory if a tape is missing. Epochs without a
+    record, which a crash can leave, aren't compared.
     """
     use = epochs[0]
     if use.update != history.updates:
@@ -398,16 +408,20 @@ def apply_again(history: History, epochs: Sequence[Use]) -> tuple[UpdateStats, t
 
 
 def as_read(history: History, info: UpdateInfo) -> Source:
-    """Return a source that gives each tape with the content that the update read. The source raises ChangedTape if the
-    content has changed."""
+    """Return a source that gives each tape with the content that the update read.
+
+    The source raises ChangedTape if the tape no longer has this content.
+    """
     pins = info.pins or {}
     return lambda tape: history.from_store(tape, pins.get(tape) or None)
 
 
 @contextmanager
 def with_threads(recorded: int | None) -> Iterator[None]:
-    """Set torch to the recorded number of threads inside the block. The number decides how torch splits a sum, and a
-    sum in another order can differ in its last bits."""
+    """Set torch to the recorded number of threads inside the block, or change nothing if it is None.
+
+    The number of threads decides how torch splits a sum, and a sum in another order can differ in its last bits.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(recorded or before)
     try:
@@ -417,10 +431,10 @@ def with_threads(recorded: int | None) -> Iterator[None]:
 
 
 def _by_recipe(error: Differs, use: Use, again: Use) -> Differs:
-    """Return the error to raise. It names the recipe as the cause if the digest of the recipe differs too.
+    """Return an error that names the recipe as the cause, if the recipe's digest differs too. Otherwise return `error`.
 
-    A different digest alone isn't an error, because a new constant in a term changes the digest but may not affect the
-    update.
+    A different digest alone isn't an error. A new version of this package may add a constant to a term, which changes
+    the digest but not the update.
     """
     then: Any = use.info.get("on") or {}
     now: Any = again.info.get("on") or {}
@@ -473,7 +487,8 @@ def _item(item: Any) -> str:
 
 
 def elsewhere(then: Mapping[str, JsonValue] | None, now: Mapping[str, JsonValue]) -> str:
-    """Describe what changed in torch and the machine from the update (`then`) to `now`. Empty if nothing did."""
+    """Describe how the machine and the libraries of an update (`then`) differ from the present ones (`now`). Empty if
+    nothing differs."""
     names = [
         f"{name} {now.get(name)} and not {value}"
         for name, value in (then or {}).items()
@@ -488,8 +503,11 @@ CPU_NAMES = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
 
 @cache
 def cpu_model() -> str:
-    """Return the vendor, family and model of the processor. Math libraries choose their code by the processor model, so
-    two processors with the same instructions can give sums that differ in the last bits."""
+    """Return the vendor, family and model of the processor.
+
+    Math libraries choose their code by the processor's model. So sums can differ in their last bits even between two
+    processors with the same instructions.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:
@@ -499,8 +517,10 @@ def cpu_model() -> str:
 
 
 def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
-    """Return everything except tapes and weights that determines the exact result of an update: recipe, torch version,
-    threads, device, ranks, and the image processor of a vision model."""
+    """Return the conditions that determine the exact result of an update, in addition to its tapes and weights.
+
+    They are the recipe, the torch version, threads, device, chip, ranks, and the image processor of a vision model.
+    """
     device = next(trainer.model.parameters()).device
     chip = (
         torch.cuda.get_device_name(device)
@@ -520,9 +540,12 @@ def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
 
 
 def _left_out(rows: Sequence[Row], stats: UpdateStats) -> list[Range]:
-    """Return the tokens of scored episodes that did not enter the loss. There are three causes: the recipe did not
-    select the token or its group, RL can't train on the token, or the whole update was skipped. No later update trains
-    on these tokens, so this update's record lists them."""
+    """Return the tokens of scored episodes that did not enter the loss.
+
+    There are three causes: the recipe did not select the token or its group, RL can't train on the token (its log-prob
+    at sampling is unknown), or the whole update was skipped. No later update trains on these tokens, so this update's
+    record lists them.
+    """
     stream = stats.stream
     idle = (stats.weight == 0) if stats.applied else torch.ones(len(stream), dtype=torch.bool)
     chosen = (idle & ~stream.episodes.reward.isnan()[stream.episode]).numpy()

@@ -1,10 +1,11 @@
-"""The asynchronous training loop. It samples groups of episodes while the trainer learns from the oldest closed groups.
+"""The asynchronous training loop, which samples groups of episodes while the trainer learns from finished groups.
 
 The event loop runs the agents, the environments and the embedded engine. Updates run in a thread. The steps of an
 update always have the same order: the weights change in memory, the `use` record becomes durable, and the engine gets
-the new weights. So the engine can't sample with weights that aren't recorded. Pacing (`staleness.py`) keeps samples
-fresh, and the plan for an update drops any token that became too stale. Every episode is in exactly one update, or the
-accounting says why not.
+the new weights. So the engine can't sample with weights that aren't recorded.
+
+The loop limits how far sampling may run ahead (`staleness.py`), and an update leaves out each token whose policy is too
+old. Every episode is in exactly one update, or the accounting gives the reason why it isn't.
 """
 
 from __future__ import annotations
@@ -43,17 +44,19 @@ log = logger("loop")
 
 
 class SamplerMismatch(TapereelError, AssertionError):
-    """The sampler and the trainer have the same weights but compute different log-probs. The cause is a difference
-    between their tokens, masks or positions."""
+    """Raised if sampler and trainer compute different log-probs with the same weights. Their tokens, masks or positions
+    must differ."""
 
 
 class UnknownAgent(TapereelError, ValueError):
-    """None of the agents to train spoke in the episodes."""
+    """Raised if the settings name agents to train, and none of these agents spoke in the episodes."""
 
 
 def check_recipe(config: LoopConfig, recipe: Recipe, shown: int | None = None) -> None:
-    """Raise UsageError if there are settings that the recipe doesn't use, or if settings that it needs are missing.
-    `shown` is the number of tapes that updates may also imitate, or None if this number isn't known yet."""
+    """Raise UsageError if the settings don't fit the recipe: a setting has no effect, or a required one is missing.
+
+    `shown` is the number of tapes that can be imitated as demonstrations, or None if this number isn't known yet.
+    """
     if config.forks is not None and recipe.baseline.by != "fork":
         raise UsageError(
             f"loop.forks samples continuations, but recipe {recipe.name!r} compares by "
@@ -70,8 +73,8 @@ def check_recipe(config: LoopConfig, recipe: Recipe, shown: int | None = None) -
 
 
 def check_speaks(agents: Sequence[str], rows: Iterable[Row], setting: str = "loop.agents") -> None:
-    """Raise UnknownAgent if agents spoke in these rows, but none of `agents` did. `setting` names the setting that
-    lists `agents`."""
+    """Raise UnknownAgent if none of `agents` (paths) spoke in these rows, but other agents did. The message calls the
+    setting that lists `agents` by the name `setting`."""
     paths = {path for row in rows for path in row.agents}
     if paths and not paths.intersection(agents):
         raise UnknownAgent(
@@ -103,7 +106,7 @@ class UpdateReport:
 
 
 async def _at_once() -> None:
-    """Return at once: a loop without evaluations can publish new weights at any time."""
+    """The default of `settled`: don't wait. A loop without evaluations can publish new weights at any time."""
 
 
 class Loop:
@@ -126,11 +129,14 @@ class Loop:
         on_update: Callable[[UpdateReport], None] | None = None,
         settled: Callable[[], Awaitable[None]] = _at_once,
     ) -> None:
-        """`tasks(k)` returns the task for group k and must return the same task at every call. `recipe` defaults to the
-        recipe in `config`. `shown` are tapes in the store that updates also imitate (`loop.demonstrations`). `players`
-        are other policies that learn from the same episodes. `start` is the number of updates at which the loop began,
-        by default the current number. With it, a resumed loop ends at the same update as an uninterrupted loop.
-        `settled` is awaited before the engine gets new weights or sleeps."""
+        """`tasks(k)` returns the task for group k, and must return the same task at every call. `recipe` defaults to
+        the recipe in `config`. `shown` are tapes in the store that updates also imitate (`loop.demonstrations`).
+        `players` are other policies that learn from the same episodes.
+
+        `start` is the number of updates that the policy had when the loop first began, by default its current number. A
+        resumed loop needs it to end at the same update as an uninterrupted one. `settled` is awaited before the engine
+        gets new weights or sleeps, for example until an evaluation has ended.
+        """
         check_engines([engine, lead_of(engine), *(player.engine for player in players)], config)
         check_factory(env)
         recipe = recipe or get_recipe(config.recipe, config.changes)
@@ -172,7 +178,7 @@ class Loop:
 
     @property
     def target(self) -> int:
-        """The number of updates, counted from the base weights, at which the phase ends."""
+        """Number of updates, counted from the base weights, after which the phase ends."""
         return self.start + self.config.updates
 
     @property
@@ -189,8 +195,8 @@ class Loop:
         started = time.perf_counter()
         engine_before = self.engine.stats.busy_seconds
         self._began, self._reported = (started, engine_before), (self.rollouts.sampled_tokens, engine_before)
-        # If an earlier process died between the records of an update's epochs, some of these records are missing. They
-        # are written first, because the records of an update must be complete before the next update is recorded.
+        # An earlier process may have died between the records of an update's epochs. The missing records are written
+        # first, because they must be complete before the next update is recorded.
         for use in self.history.unrecorded:
             self.store.append_layer(use)
         self.history.unrecorded.clear()
@@ -220,7 +226,7 @@ class Loop:
     @property
     def idle_share(self) -> float:
         """Share of the wall time in which neither the engine nor the trainer worked."""
-        # Seconds in which both worked are counted in both sums, so they are subtracted once.
+        # Seconds in which both worked are in both sums, so they are subtracted once.
         busy = self.train_seconds + self.engine_seconds - self.train_engine_seconds
         return max(0.0, 1 - busy / self.wall_seconds) if self.wall_seconds else 0.0
 
@@ -231,9 +237,9 @@ class Loop:
         while not self.done:
             taken = await self.rollouts.take()
             report = await self._update(self._plan(taken), taken)
-            # The metrics line is written before the checkpoint. After a crash, a resumed run repeats only the updates
-            # after the newest checkpoint and writes the lines that they lack. The line of an earlier update would be
-            # missing forever.
+            # The line of metrics is written before the checkpoint. After a crash, a resumed run repeats only the
+            # updates after the newest checkpoint and writes their missing lines. A line that was missing before this
+            # checkpoint would stay missing.
             if self.on_update is not None:
                 self.on_update(report)
             if self.history.updates % self.config.checkpoint_every == 0 and not self.done:
@@ -261,8 +267,8 @@ class Loop:
         )
 
     def _shuffled(self, taken: Taken) -> tuple[float | None, ...]:
-        """Return the rewards in a random order within each group or across all groups, for the control experiment. The
-        order depends only on the seed and the update."""
+        """Return the rewards in a random order, as a control experiment (`loop.shuffle_rewards`). They are shuffled
+        within each group or across all groups. The order depends only on the seed and the update."""
         rng = random.Random(derive_seed(self.seed, "shuffle", self.history.updates))
         groups = [[training_reward(tape) for tape in group.usable] for group in taken.groups]
         if self.config.shuffle_rewards == "across":
@@ -272,7 +278,7 @@ class Loop:
         return tuple(reward for group in groups for reward in group)
 
     def _batches(self, taken: Taken) -> tuple[int, ...]:
-        """Return the number of tapes in each rollout batch, with the oldest groups first, or () for a single batch."""
+        """Return the number of tapes in each rollout batch of the update, or () if it has only one rollout batch."""
         if self.config.rollouts == 1:
             return ()
         size = self.config.groups
@@ -282,15 +288,16 @@ class Loop:
     async def _update(self, plan: Plan, taken: Taken) -> UpdateReport:
         """Make one update: train, record and publish, in this order.
 
-        If a crash comes before the records are durable, the update is lost, and a resumed run makes it from the same
-        tapes. If a crash comes later, a resumed run applies the recorded update again. The engine gets the weights only
-        after the records are durable. Otherwise, a crash could leave tapes that were sampled by an unrecorded version.
+        After a crash before the records are durable, a resumed run makes the update from the same tapes. After a later
+        crash, it applies the recorded update again. The engine gets the weights only after the records are durable.
+        Otherwise a crash could leave tapes that were sampled by an unrecorded version.
         """
         shown = {tape: self.history.from_store(tape) for tape in plan.shown}
         source = ChainMap(self.rollouts.converted, shown).__getitem__
         self._check_agents(plan)
         if self.history.delivery.found.get("version") != self.history.version:
-            # A process's first check comes before the weights change, so it covers those that sampled this batch.
+            # The first check of a process comes before the weights change, so it covers the weights that sampled this
+            # batch.
             await self._check_delivery(plan.tapes)
         before = self.engine.stats.busy_seconds
         if self.config.sleep:
@@ -338,7 +345,7 @@ class Loop:
         return UpdateReport(self.history.updates, line["reward"], line)
 
     async def _check_delivery(self, tapes: Sequence[str]) -> None:
-        """Raise NotDelivered if any policy has a sampler without the current weights of this policy."""
+        """For each policy, check that its samplers have its current weights. Raises NotDelivered if one doesn't."""
         policies = [(self.history, self.engine), *((player.history, player.engine) for player in self.players)]
         for history, engine in policies:
             history.delivery.choose(tapes, lambda tape: self.rollouts.converted[tape][0])
@@ -346,7 +353,8 @@ class Loop:
 
     @asynccontextmanager
     async def _asleep(self) -> AsyncIterator[None]:
-        """With `loop.sleep`, let servers sleep inside the block. They are woken at the end, even after an error."""
+        """Return a context in which servers sleep, if `loop.sleep` is set. They are woken at the end, even after an
+        error."""
         engines = [lead_of(self.engine), *(player.engine for player in self.players)] if self.config.sleep else []
         sleepers = [cast(CapableEngine, engine) for engine in engines if "sleep" in engine.can]
         await asyncio.gather(*(engine.sleep() for engine in sleepers))
@@ -362,9 +370,11 @@ class Loop:
         await asyncio.gather(*(engine.wake() for engine in sleepers))
 
     def _perf(self, trained: int, seconds: float) -> dict[str, float | None]:
-        """Return the seconds since the loop began, and the tokens per busy second since the last metrics line. Busy
-        seconds are counted separately for engine and trainer, which work at the same time. The update trained on
-        `trained` tokens in `seconds`."""
+        """Return the fields `perf/...` for a line of metrics. The last update trained on `trained` tokens in `seconds`.
+
+        Times are counted from the beginning of the loop. Sampled tokens per second cover the time since the last line
+        in which the engine was busy, and trained tokens per second the last update.
+        """
         sampled, busy = self._reported
         self._reported = self.rollouts.sampled_tokens, self.engine.stats.busy_seconds
         since = self._reported[1] - busy
@@ -380,7 +390,8 @@ class Loop:
         }
 
     def _check_agents(self, plan: Plan) -> None:
-        """Raise UnknownAgent if none of a policy's agents spoke in the first batch. The policy would learn nothing."""
+        """Check in the first batch that each policy has an agent that spoke. Otherwise the policy would learn nothing,
+        and UnknownAgent is raised."""
         if plan.agents is None or self._agents_checked:
             return
         rows = [row for tape in plan.tapes for row in self.rollouts.converted[tape][0]]
@@ -392,7 +403,8 @@ class Loop:
     def _check(self, stats: UpdateStats) -> None:
         """Raise SamplerMismatch if sampler and trainer differ by more than the tolerance.
 
-        `stats.mismatch` covers only the update's first step. After it, trainer and sampler have different weights.
+        The check needs the same weights in both, so it is made only if `max_lag` is 0. `stats.mismatch` covers only the
+        first step of an update, after which the trainer's weights are different.
         """
         bound = self.config.sampler_tolerance
         if self.config.max_lag == 0 and bound is not None and stats.mismatch is not None and stats.mismatch > bound:
@@ -405,7 +417,8 @@ class Loop:
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error in a group of tasks. This error stopped the loop; the others are consequences of it."""
+    """Return the first error in a group of errors from tasks. This error stopped the loop, and the others follow from
+    it."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

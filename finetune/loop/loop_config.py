@@ -31,19 +31,19 @@ class OptimiserConfig(Config):
     micro_tokens: int = Field(default=4096, ge=1)
     """Tokens per forward pass, including padding."""
     pack: bool | None = None
-    """Put rows end to end in one sequence instead of padding them. With None, rows are packed if the attention kernel
-    knows their boundaries (flash attention on a GPU). Packing is exact with other kernels too, but slower than
-    padding."""
+    """Whether to put rows end to end in one sequence instead of padding them. With None, rows are packed if the
+    attention kernel knows their boundaries (flash attention on a GPU). Packing is exact with other kernels too, but
+    slower than padding."""
     autocast: Literal["bfloat16"] | None = None
-    """Dtype of the forward pass; weights, output layer and optimiser state stay in float32. None uses float32 for
+    """Dtype of the forward pass. Weights, output layer and optimiser state stay in float32. None uses float32 for
     everything."""
     gradient_checkpointing: bool = False
-    """Recompute each layer's activations in the backward pass instead of storing them. This saves memory and takes
-    more time."""
+    """Whether to compute each layer's activations again in the backward pass instead of storing them. This saves memory
+    and takes more time."""
 
 
 class WarmStartConfig(Config):
-    """SFT on recorded tapes."""
+    """The warm start: SFT on recorded tapes before the loop begins."""
 
     updates: int = Field(default=300, ge=0)
     batch: int = Field(default=64, ge=1)
@@ -61,19 +61,19 @@ class CriticConfig(Config):
     """The critic for a recipe that uses values, such as `ppo`."""
 
     body: Literal["own", "policy"] = "own"
-    """`own` trains a value head and a copy of the policy's body. `policy` trains only a head, on the policy's
-    states."""
+    """`own` trains a value head and a copy of the policy's body. `policy` trains only a head, which reads the policy's
+    hidden states."""
     optimiser: CriticOptimiserConfig = CriticOptimiserConfig()
     clip: float | None = Field(default=0.2, gt=0)
-    """Largest change, in units of reward, of a token's predicted value during one update. Once the prediction has moved
-    this far, its loss has no gradient. None sets no bound."""
+    """Largest change of a token's predicted value during one update, in units of reward. A prediction that moved
+    further towards its target has no gradient. None sets no bound."""
     normalised: bool = True
     """Whether targets are scaled by their running mean and deviation. If so, the critic begins at the mean of its
     first targets."""
     passes: int = Field(default=4, ge=1)
     """Number of optimiser steps on each update's targets."""
     first: int = Field(default=0, ge=0)
-    """Number of updates at the beginning of the loop in which only the critic is trained."""
+    """Number of updates at the beginning of the loop that train only the critic."""
 
     @model_validator(mode="after")
     def _keeps_activations(self) -> CriticConfig:
@@ -91,12 +91,13 @@ class CriticConfig(Config):
 
 
 class ForkConfig(Config):
-    """How to fork attempts, for a recipe that compares their continuations (`baseline: {by: fork}`)."""
+    """How attempts are forked: several new episodes continue an attempt from one of its turns. This is for a recipe
+    that compares such continuations (`baseline: {by: fork}`)."""
 
     attempts: int = Field(default=1, ge=1)
-    """Number of attempts in each group that are forked. They are drawn from the attempts with at least two turns."""
+    """Number of attempts to fork in each group. They are drawn from the attempts with at least two turns."""
     turns: int = Field(default=1, ge=1)
-    """Number of turns at which an attempt is forked. They are drawn from the attempt's turns after the first."""
+    """Number of turns at which to fork an attempt. They are drawn from the attempt's turns after the first."""
     continuations: int = Field(default=4, ge=2)
     """Number of episodes that continue from each turn at which an attempt is forked."""
 
@@ -108,10 +109,10 @@ class CorpusConfig(DatasetConfig):
     path: str
     """A JSONL, JSON, Parquet or CSV file, a folder with a dataset, or `org/name@revision` for a dataset on the hub."""
     columns: dict[str, str] = Field(default={"text": "text"})
-    """`{text: column}`, and optionally `prompt: column`. The prompt is context before its document and is cut to its
-    last `tokens` tokens. Duplicate rows are used once."""
+    """The column with the text, as `{text: column}`, and optionally a column with a prompt (`prompt: column`). The
+    prompt is context before the text, and is cut to its last `tokens` tokens. Duplicate rows are used once."""
     tokens: int = Field(default=512, ge=1)
-    """A longer document is divided into parts of this many tokens, and each part counts as a demonstration."""
+    """Largest number of tokens in a demonstration. A longer text is divided into parts of this length."""
     count: int | None = Field(default=None, ge=1)
     """Use only this many rows, from the beginning. None uses all."""
 
@@ -123,21 +124,22 @@ class ProcessesConfig(Config):
     """If true, each process keeps only a shard of every weight, gradient and optimiser state (FSDP2). If false, each
     process keeps a full copy."""
     timeout: float = Field(default=1800.0, gt=0)
-    """Seconds that a process waits for the other processes before it ends with an error. The waiting time includes the
-    sampling of a batch."""
+    """Seconds that a process waits for the others before it ends with an error. All processes but one also wait while a
+    batch is sampled, so this must be longer."""
 
 
 class ReferenceConfig(Config):
-    """The reference model. A KL term or `minor_sft` compares the policy with it."""
+    """The reference model, with which a KL term or `minor_sft` compares the policy."""
 
     model: str
     """`base` is the model at the beginning of the run, `warm` is the model after the warm start, and `none` disables
     the reference. Any other value is the folder, or the name on the hub, of a model with the same tokenizer."""
     every: int | None = Field(default=None, ge=1)
-    """Updates of the loop between two refreshes of `base` or `warm`. None never refreshes the reference."""
+    """Number of updates between two changes of a reference `base` or `warm`, which then follows the policy. None never
+    changes it."""
     decay: float = Field(default=0.0, ge=0, lt=1)
-    """Each refresh sets the reference to decay * reference + (1 - decay) * policy. With 0, that is a copy of the
-    policy."""
+    """Every `every` updates, the reference becomes decay * reference + (1 - decay) * policy. With 0, it becomes a copy
+    of the policy."""
 
     @model_validator(mode="after")
     def _refreshes_what_it_can(self) -> ReferenceConfig:
@@ -150,7 +152,7 @@ class ReferenceConfig(Config):
 
 
 OWN = ("base", "warm")
-"""Values of `ReferenceConfig.model` that stand for an earlier state of the policy."""
+"""Values of `ReferenceConfig.model` that mean an earlier state of the policy."""
 SECOND = {
     "ppo": ("critic",),
     "ppo_kl": ("reference", "critic"),
@@ -160,11 +162,11 @@ SECOND = {
 """The models that each recipe needs in addition to the policy."""
 RECIPES = ("sft", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "cpgd", "rft", "rloo", "decoupled_ppo")
 RECIPES += ("reinforce", "reinforce_plain", "reinforce_pp", "reinforce_pp_baseline", *SECOND)
-"""The names of all recipes. They are repeated here because the module that defines the recipes imports torch."""
+"""The names of all recipes. The module that defines the recipes has them too, but importing it would import torch."""
 
 
 def _named(value: object) -> object:
-    """Expand a reference that is given only as the name of its model."""
+    """Turn a reference that is given only by name, such as `base`, into `{model: base}`."""
     return {"model": value} if isinstance(value, str) else value
 
 
@@ -185,7 +187,7 @@ class RecipeConfig(Config):
 
 
 class LoopConfig(RecipeConfig):
-    """The asynchronous loop, which samples groups while the trainer updates the policy on groups that are closed."""
+    """The asynchronous loop, which samples groups while the trainer updates the policy on finished groups."""
 
     updates: int = Field(default=40, ge=0)
     """Number of updates that the loop makes."""
@@ -197,37 +199,38 @@ class LoopConfig(RecipeConfig):
     group_size: int = Field(default=16, ge=1)
     """Attempts per group."""
     rollouts: int = Field(default=1, ge=1)
-    """Rollout batches that one update trains on, in one optimiser step. A baseline with `by = batch` compares episodes
-    within one rollout batch."""
+    """Number of rollout batches that one update trains on, in one optimiser step. A baseline with `by = batch` compares
+    episodes only within one rollout batch."""
     epochs: int = Field(default=1, ge=1)
     """How many times an update passes over its batch."""
     minibatches: int = Field(default=1, ge=1)
     """Optimiser steps per epoch, each on one part of the episodes."""
     agents: tuple[str, ...] | None = None
-    """Paths of the agents to train, such as `planner/searcher`. Tokens of other agents are context. None trains all."""
+    """Paths of the agents to train, such as `planner/searcher`. Tokens of other agents are context. None trains all
+    agents."""
     by_agent: bool = False
     """If true, each agent is compared with itself in the group's other attempts, by its own rewards (components named
     `name@path`) plus the rewards that all agents share. If false, an episode has one reward for all of its agents."""
     extra_groups: int | None = Field(default=None, ge=0)
-    """If the recipe drops flat groups, at most this many other groups are sampled for one update to replace them. If
-    that isn't enough, the update trains on a smaller batch. None allows three times the number of groups in an
-    update."""
+    """For a recipe that drops flat groups (groups with equal rewards): the largest number of groups that are sampled to
+    replace them in one update. If they aren't enough, the update trains on a smaller batch. None allows three times the
+    number of groups in an update."""
     forks: ForkConfig | None = None
-    """How attempts are forked. None disables forking."""
+    """Settings for forking attempts. None disables forking."""
     demonstrations: int = Field(default=0, ge=0)
     """Number of tapes that each update also imitates, if the recipe has an `nll` regulariser. The tapes come from the
     corpus if there is one, otherwise from the warm start."""
     corpus: CorpusConfig | None = None
     """Plain text that every trained policy imitates as `demonstrations`. None uses tapes from the warm start."""
     max_lag: int = Field(default=1, ge=0)
-    """Largest allowed staleness of a trained token: the number of updates between the policy that sampled the token and
-    the policy that trains on it. With 0, the loop is synchronous."""
+    """Largest staleness of a token in training: the number of updates that were made between the sampling of the token
+    and the update that trains on it. With 0, the loop is synchronous."""
     max_concurrent: int = Field(default=512, ge=1)
     """Maximum number of episodes in flight at once. It is rounded down to whole groups, but at least one group runs."""
     optimiser: OptimiserConfig = OptimiserConfig()
     reference: Annotated[ReferenceConfig, BeforeValidator(_named)] | None = None
-    """The reference model: `base`, `warm`, `none`, a folder or a name on the hub. A mapping such as {model: warm,
-    every: 10} also refreshes it. None means `warm` if the run has a warm start, otherwise `base`."""
+    """The reference model: `base`, `warm`, `none`, a folder or a name on the hub. With a mapping such as {model: warm,
+    every: 10}, the reference follows the policy. None means `warm` if the run has a warm start, otherwise `base`."""
     teacher: str | ServerConfig | CustomConfig | None = None
     """The teacher for a KL term: a folder, a name on the hub, or an engine that scores tokens. An engine is either
     {model: DIR, urls: [http://...]} for vLLM servers, or a custom engine whose kind is `module:name`."""
@@ -236,15 +239,16 @@ class LoopConfig(RecipeConfig):
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
     publish: Literal["reprefill", "drain"] = "reprefill"
-    """How completions in flight are handled when the weights change. Log-probs are exact with both choices."""
+    """How unfinished completions are handled when the weights change. `reprefill` continues them with the new weights,
+    and `drain` finishes them with the old weights first. Log-probs are exact with both."""
     sleep: bool = False
-    """Whether servers free their GPU memory during an update, so that the trainer can use the same GPU. In that case,
-    nothing can be sampled during an update, so max_lag must be 0."""
+    """Whether servers free their GPU memory during an update, so that the trainer can use the same GPU. Nothing can be
+    sampled meanwhile, so max_lag must be 0."""
     sampler_tolerance: float | None = Field(default=1e-4, gt=0)
-    """The largest allowed |log-prob at sampling - log-prob in training| in nats. The check is made only if max_lag is
-    0. None disables it."""
+    """Largest allowed |log-prob at sampling - log-prob in training| in nats. It is checked only if max_lag is 0, and
+    None disables the check. After a weight sync, differences up to this number always count as rounding."""
     group_deadline: float = Field(default=300.0, gt=0)
-    """Seconds after which a group closes: it keeps the finished attempts, and the others are cancelled."""
+    """Seconds after which a group closes. It keeps the attempts that have finished, and the others are cancelled."""
     checkpoint_every: int = Field(default=10, ge=1)
     """Updates between two checkpoints."""
     keep_checkpoints: int | None = Field(default=3, ge=1)
@@ -259,8 +263,8 @@ class LoopConfig(RecipeConfig):
     @model_validator(mode="before")
     @classmethod
     def _with_its_critic(cls, data: Any) -> Any:
-        """If the recipe uses values, add the default critic before validation, so that a profile can fill its
-        fields."""
+        """Add the settings of a default critic if the recipe needs one. This is done before validation, so that a
+        profile can fill the critic's fields."""
         if not isinstance(data, dict) or "critic" in data:
             return data
         changes = data.get("changes")
@@ -313,8 +317,10 @@ class LoopConfig(RecipeConfig):
         return self
 
     def longest_episode(self, context: int | None) -> int | None:
-        """Return the largest number of tokens that the policy can sample in one episode, if the episode is a single
-        conversation of at most `context` tokens. Return None if there is no limit."""
+        """Return the largest number of tokens that the policy can sample in one episode, or None without a limit.
+
+        This assumes that the episode is a single conversation of at most `context` tokens.
+        """
         limits, bounds = self.limits, [self.limits.tokens, self.limits.context, context]
         bounds += [n * self.sampling.max_tokens for n in (limits.calls, limits.turns) if n is not None]
         return min((bound for bound in bounds if bound is not None), default=None)

@@ -43,21 +43,22 @@ def rollout_line(
         **{f"component/{name}": mean for name, mean in components(tapes).items()},
         "train_seconds": seconds,
     }
-    # The objective's values cover only the tokens that entered the loss. If a name occurs there and above, the value
-    # above is kept, because it covers everything that was sampled for the update.
+    # The values of the policy cover only the tokens that entered the loss. If a name is also in `line`, the value in
+    # `line` is kept, because it covers everything that was sampled for the update.
     line |= {key: value for key, value in _policy_values(stats, uses, tapes).items() if key not in line}
     return line | reward_by_agent(stats.stream)
 
 
 def player_line(name: str, stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape]) -> dict[str, object]:
-    """Return the fields that the player `name` adds to the line for the loop's update on `tapes`."""
+    """Return the fields that a player (another trained policy, called `name`) adds to the line of an update on
+    `tapes`."""
     values = _policy_values(stats, uses, tapes)
     return {f"players/{name}/{key}": value for key, value in values.items()} | reward_by_agent(stats.stream)
 
 
 def _policy_values(stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape]) -> dict[str, object]:
-    """Return the fields for one policy: the lengths of its agents' answers and episodes, the ages of their sampled
-    tokens, and the number of tokens that were trained on."""
+    """Return the fields for one policy: loss and objective, the lengths of answers and episodes, the ages of the
+    sampled tokens, and the numbers of trained, stale and filtered tokens."""
     info = UpdateInfo.of(uses[0])
     read = set(info.every)
     tapes = [tape for tape in tapes if tape.id in read]
@@ -87,7 +88,8 @@ def ends(tapes: Sequence[Tape]) -> dict[str, float | None]:
 
 
 def components(tapes: Iterable[Tape]) -> dict[str, float]:
-    """Return the unweighted mean of each reward component and metric over episodes that have it. Forks don't count."""
+    """Return the mean of each reward component and metric, without weights, over the episodes that have it. Forks don't
+    count."""
     found: dict[str, list[float]] = {}
     for tape in tapes:
         if tape.begin.parent is None:
@@ -100,8 +102,8 @@ def components(tapes: Iterable[Tape]) -> dict[str, float]:
 
 
 def lengths(tapes: Sequence[Tape], agents: Collection[str] | None = None) -> dict[str, float | None]:
-    """Return the fields `length/...`: the number of tokens in answers and in episodes. With `agents`, only these
-    agents' tokens count."""
+    """Return the fields `length/...`: the numbers of tokens in answers and in episodes. With `agents`, only the tokens
+    of these agents count."""
     found: dict[str, list[int]] = {"answer": [], "episode": [], "total": []}
     cut: list[bool] = []
     for tape in tapes:
@@ -118,14 +120,16 @@ def lengths(tapes: Sequence[Tape], agents: Collection[str] | None = None) -> dic
 
 
 def _sequence_tokens(tape: Tape, calls: Sequence[Call]) -> int:
-    """Return the number of tokens in the episode's sequences. A call that continues another is in the same sequence."""
+    """Return the number of tokens in the prompts and completions of these calls. If one call continues another, the
+    tokens that they share count once."""
     tokens = {call.call: tape.log.prompt_length(call) + len(call.completion or ()) for call in calls}
     continued = {call.base for call in calls if call.base is not None and call.keep == tokens.get(call.base)}
     return sum(n for call, n in tokens.items() if call not in continued)
 
 
 def _ages(tapes: Sequence[Tape], use: Use) -> dict[int, int]:
-    """Count the sampled tokens of each age, which is a number of updates. Tokens of other lineages don't count."""
+    """Return the number of sampled tokens by age, which is the number of updates since the weights that sampled a
+    token. Tokens that other policies sampled don't count."""
     tokens: Counter[str] = Counter()
     for tape in tapes:
         for call in tape.calls:

@@ -1,7 +1,8 @@
-"""A plan describes how an update makes its batch from recorded tapes. It is part of the update's `use` record.
+"""The plan of an update: from which recorded tapes it makes its batch, and how. It is a part of the `use` record.
 
-An update makes one version of the policy. It may pass over its batch in several epochs and divide the batch into
-mini-batches, with one optimiser step per mini-batch. Each epoch has its own `use` record.
+An update makes one new version of the policy. It may pass over its batch in several epochs, and divide the batch into
+mini-batches with one optimiser step each. Each epoch has a `use` record in the ledger, which names the tokens that it
+trained on.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from ..data.stream import Episode
 from .staleness import drop_stale
 
 TEXTS = "@corpus"
-"""The agent path in the rows of a corpus. No agent has this path, so all policies imitate these rows."""
+"""The agent's path in the rows of a corpus. It isn't the path of a real agent, and all policies imitate these rows."""
 Source = Callable[[str], tuple[list[Row], Episode]]
-"""A function that takes the id of a tape and returns the tape's rows and episode."""
+"""Function that takes the id of a tape and returns the tape's rows and its `Episode`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows that one update trains on, in order. For each reason to leave out tokens, a field lists them."""
+    """The rows and episodes that one update trains on, in order. Three fields list the tokens that are left out, each
+    for one reason."""
 
     rows: list[Row]
     episodes: list[Episode]
@@ -40,13 +42,13 @@ class Batch:
     context: list[Range] = field(default_factory=list)
     """Tokens of agents that aren't trained. The model reads these tokens, but they have no loss."""
     filtered: list[Range] = field(default_factory=list)
-    """Tokens from groups that were set aside before the update."""
+    """Tokens of groups that were set aside before the update, because all their rewards are equal."""
     shown: list[Row] = field(default_factory=list)
     """Demonstrations, for a recipe with an `nll` regulariser."""
 
 
 class ComputedOn(Value):
-    """Everything except tapes and weights that determines the exact result of an update."""
+    """The conditions, in addition to tapes and weights, that determine the exact result of an update."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -54,7 +56,7 @@ class ComputedOn(Value):
     """SHA-256 of the recipe's JSON."""
     torch: str | None = None
     threads: int | None = None
-    """Number of torch's CPU threads. It decides the order in which sums are computed, and so their last bits."""
+    """Number of torch's CPU threads. It affects the order in which sums are computed, and so their last bits."""
     device: str | None = None
     chip: str | None = None
     ranks: int = 1
@@ -62,25 +64,27 @@ class ComputedOn(Value):
 
 
 class Plan(Value):
-    """The tapes of an update, and how it trains on them. The fields are named as in the `use` record."""
+    """The tapes of an update, and how the update trains on them. A `use` record has the same names for these fields."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     phase: str = ""
     tapes: tuple[str, ...] = ()
     oldest: int | None = None
-    """Number of the oldest version that isn't stale. Tokens from older versions are left out. None sets no bound."""
+    """Number of the oldest version of the policy whose tokens are trained on. Older tokens are stale and left out. None
+    sets no bound."""
     rewards: tuple[float | None, ...] | None = None
     """Rewards that replace the recorded rewards of `tapes` in a control experiment. An unscored tape has None."""
     aside: tuple[str, ...] = ()
-    """Tapes from flat groups that were sampled for this update, but not trained on. They count as `filtered`."""
+    """Tapes of flat groups (groups with equal rewards), which were sampled for this update but aren't trained on. Their
+    tokens count as `filtered`."""
     agents: tuple[str, ...] | None = None
     """Paths of the agents that are trained. Tokens of other agents are context. None trains all agents."""
     by_agent: bool = False
-    """If true, each agent is compared with itself in the group's other attempts, by its own reward."""
+    """If true, an agent's reward is compared with the rewards of the same agent in the group's other attempts."""
     batches: tuple[int, ...] = ()
-    """The number of tapes in each rollout batch, or () if the update has only one. A baseline with `by = batch`
-    compares episodes within one rollout batch."""
+    """Number of tapes in each rollout batch, or () if the update has only one rollout batch. A baseline with `by =
+    batch` compares episodes only within one rollout batch."""
     epochs: int = 1
     minibatches: int = 1
     """Optimiser steps per epoch, each on one part of the tapes."""
@@ -91,7 +95,7 @@ class Plan(Value):
 
     @property
     def every(self) -> tuple[str, ...]:
-        """All tapes that the update takes from the queue."""
+        """All tapes that the update takes from the queue: the tapes to train on, and the tapes of flat groups."""
         return (*self.tapes, *self.aside)
 
     @property
@@ -100,8 +104,11 @@ class Plan(Value):
         return (*self.every, *self.shown)
 
     def info(self) -> dict[str, JsonValue]:
-        """Return the plan as it is stored in a `use` record. Fields that have their default value are left out, so a
-        record from before a field existed equals a new record."""
+        """Return the plan as it is stored in a `use` record.
+
+        Most fields are left out if they have their default value. So a record that is older than one of these fields
+        equals a new record.
+        """
         whole = self.model_dump(mode="json", include=set(Plan.model_fields))
         kept = ("phase", "tapes", "oldest", "rewards")
         return {
@@ -124,7 +131,8 @@ class Plan(Value):
             ) from error
 
     def batch(self, lineage: str, source: Source) -> Batch:
-        """Make the batch. `oldest` is a version of `lineage`. If it is set, tokens of other lineages count as stale."""
+        """Return the batch. `lineage` is the name of the policy whose versions `oldest` counts. If `oldest` is set,
+        tokens that other policies sampled count as stale."""
         batch = Batch([], [])
         if self.by_agent:
             found = [source(tape) for tape in self.tapes]
@@ -167,7 +175,7 @@ class UpdateInfo(Plan):
     """Tokens of scored episodes that did not enter the loss."""
     lr: float | None = None
     skipped: str | None = None
-    """Why the update was skipped, or None if it was applied."""
+    """The reason why the update was skipped, or None if it was applied."""
     loss: float | None = None
     """The loss, or None if it wasn't finite."""
     grad_norm: float | None = None
@@ -175,20 +183,20 @@ class UpdateInfo(Plan):
     context: tuple[Range, ...] = ()
     """Tokens of agents that aren't trained."""
     pins: dict[str, tuple[str, ...]] | None = None
-    """The digests of each tape when the update read it. Only the record of an update's first epoch has this field and
-    the fields after it."""
+    """The content of each tape when the update read it, as digests. Only the record of the first epoch has this field
+    and the fields below."""
     reference: str | None = None
     """Name and digest of the reference model, or None if the recipe doesn't use a reference."""
     teacher: str | None = None
     """Name and digest of the teacher, or None if the recipe doesn't use a teacher."""
     on: ComputedOn | None = None
     mismatch: float | None = None
-    """Largest |log-prob in training - log-prob at sampling| over the tokens that were sampled by the version that the
-    update began with. In a record without `moved`, it covers all tokens."""
+    """Largest |log-prob in training - log-prob at sampling|, over the tokens that were sampled with the weights before
+    the update. In a record without `moved`, it covers all tokens."""
     moved: float | None = None
     """The same as `mismatch`, but over all tokens."""
     delivery: dict[str, JsonValue] | None = None
-    """Result of the check that the samplers had the weights that the update began with (see `delivery.py`)."""
+    """Result of the check that the samplers had the weights before the update (see `delivery.py`)."""
 
 
 def by_update(uses: Iterable[Use]) -> list[list[Use]]:
@@ -197,7 +205,8 @@ def by_update(uses: Iterable[Use]) -> list[list[Use]]:
 
 
 def taught_by(uses: Iterable[Use]) -> dict[str, Pin]:
-    """Return a pin for each tape that these updates trained on. It is the pin from the last of these updates."""
+    """Return a pin (digests of the content) for each tape that these updates trained on, from the last update that read
+    it."""
     taught: dict[str, Pin] = {}
     pins: dict[str, Pin] = {}
     for use in uses:
@@ -209,8 +218,11 @@ def taught_by(uses: Iterable[Use]) -> dict[str, Pin]:
 
 
 def batch_of(tapes: Sequence[str], update: int, batch: int, seed: int) -> tuple[str, ...]:
-    """Return the tapes for SFT update number `update`. For each epoch, the tapes are shuffled and divided into batches.
-    The result depends only on the arguments, so a resumed run draws the same batches."""
+    """Return the tapes for the SFT update with number `update`, counted from 0.
+
+    In each epoch, the tapes are shuffled and divided into batches. The result depends only on the arguments, so a
+    resumed run draws the same batches.
+    """
     if len(tapes) < batch:
         raise ValueError(f"{len(tapes)} tapes don't fill a batch of {batch}: record more, or lower the batch")
     per_epoch = len(tapes) // batch

@@ -1,9 +1,10 @@
 """A player is another model that learns from a loop's episodes, in addition to the loop's own policy.
 
-Each player has its own weights, lineage, checkpoints and trainer. From every batch of the loop, it makes one update on
-its agents' tokens. If a crash comes after the loop records an update and before the player does, the player is one
-update behind. A resumed run then makes the player's update from the loop's record, so that all policies have the same
-number of updates again.
+Each player has its own weights, lineage, checkpoints and trainer. For every batch of the loop, it makes one update on
+the tokens of its own agents.
+
+A crash may come after the loop has recorded an update and before the player has. The player is then one update behind,
+and a resumed run makes this update from the loop's record.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from .staleness import stale_before
 
 
 class BadPlayers(TapereelError, ValueError):
-    """Two policies would train the same agent or have the same lineage, or the loop's own agents aren't named."""
+    """Raised if two policies would train the same agent or have the same lineage, or if the loop's own agents aren't
+    named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Player:
-    """One more policy. The tokens of its agents are only context for the other policies, and vice versa."""
+    """One more policy. It trains the tokens of its own agents, which are only context for all other policies."""
 
     history: History
     """The player's history in the loop's store, with a separate lineage, model, trainer and checkpoint folder."""
@@ -47,8 +49,8 @@ class Player:
         return self.name or self.history.lineage
 
     def plan(self, plan: Plan, max_lag: int) -> Plan:
-        """Return the player's plan for an update of the loop. Flat groups (`aside`) are left out, because only the loop
-        accounts for them."""
+        """Return the player's plan for an update of which `plan` is the loop's. Flat groups (`aside`) are left out,
+        because only the loop accounts for them."""
         oldest = stale_before(self.history.updates, max_lag)
         return plan.model_copy(update={"agents": self.agents, "oldest": oldest, "aside": ()})
 
@@ -61,8 +63,8 @@ class Player:
         return stats, uses, *self.history.publish_record(mode)
 
     async def catch_up(self, store: Store, lineage: str, max_lag: int) -> None:
-        """Make the updates that this player lacks and the loop's `lineage` has. The plans come from the loop's records.
-        As in the loop, each update is recorded before the engine gets the new weights."""
+        """Make the updates that the loop (with this `lineage`) has recorded and this player hasn't. Each update is
+        recorded before the engine gets the new weights."""
         for use in self.history.unrecorded:
             store.append_layer(use)
         self.history.unrecorded.clear()

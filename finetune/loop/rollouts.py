@@ -1,7 +1,7 @@
-"""The queue of groups between rollout and training. It samples groups, closes them and passes them to updates.
+"""The queue between sampling and training. It samples groups of episodes, closes them and passes them to updates.
 
-A group has a number and one task. If the same task is drawn again later, it gets another group. So attempts are never
-compared if they come from different epochs of a taskset, or from policies that are far apart. Closed groups are:
+A group is a number of attempts at one task. If the same task is drawn again later, it gets another group. So attempts
+from different epochs of a taskset, or from policies that are far apart, are never compared. A closed group is:
 
     ready     an update takes it; the oldest groups are taken first
     aside     the recipe would drop it, because it is flat; others are sampled in its place, at most `extra_groups`
@@ -46,24 +46,24 @@ log = logger("groups")
 PHASE = "rl"
 """The name of the loop's phase in records, seeds and metrics."""
 BARREN_BATCHES = 8
-"""The loop stops if this many batches of groups in a row have no usable attempt. At that point, the cause must be
-permanent, and a loop that continues would record failures until the disk is full."""
+"""The loop stops if no attempt is usable in this many batches of groups in a row. The cause must then be permanent, and
+a loop that continues would record failures until the disk is full."""
 EXTRA_BATCHES = 3
 """The default of `loop.extra_groups`, as a multiple of the groups in an update."""
 
 
 class NothingUsable(TapereelError, RuntimeError):
-    """Too many groups in a row have no attempt that can be trained on. The message describes how the last one ended."""
+    """Raised if too many groups in a row have no attempt that can be trained on. The message describes how the last
+    attempt ended."""
 
 
 class Filled(StrEnum):
-    """Whether an update got a whole batch."""
+    """Whether an update got as many groups as configured."""
 
     FULL = "full"
     """There are as many groups as configured."""
     SHORT = "short"
-    """There are fewer groups than configured. Too many were flat, and the maximum number of replacements
-    (`extra_groups`) had already been sampled."""
+    """There are fewer groups than configured: too many were flat, and `extra_groups` allows no further replacements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +72,21 @@ class Taken:
 
     groups: list[Group]
     aside: list[Group]
-    """Groups that were sampled for this update and are flat."""
+    """Flat groups (groups with equal rewards) that were sampled for this update."""
     filled: Filled
     closings: Counter[Closing]
-    """How many groups closed in each way since the last update, including dropped groups."""
+    """How many groups closed in each way (complete, at their deadline, ...) since the last update, dropped groups
+    included."""
     lost: Counter[str] = field(default_factory=Counter)
     """Number of unusable tapes in the closed groups, by the reason why they can't be trained on."""
 
     @property
     def tapes(self) -> list[Tape]:
-        """All usable attempts. Attempts from groups that were set aside come last."""
+        """All usable attempts. Attempts of flat groups come last."""
         return [tape for group in (*self.groups, *self.aside) for tape in group.usable]
 
     def line(self) -> dict[str, object]:
-        """Return the fields about these groups for a line of metrics."""
+        """Return the fields about these groups in a line of metrics."""
         return {
             "groups": len(self.groups),
             "groups_aside": len(self.aside),
@@ -133,7 +134,7 @@ class Rollouts:
         self.ready: dict[int, Group] = {}
         self.aside: list[Group] = []
         self.converted: dict[str, tuple[list[Row], Episode]] = {}
-        """Rows and episode of each tape that waits for an update. A tape is converted once, when its group closes."""
+        """Rows and `Episode` of each tape that waits for an update. A tape is converted once, when its group closes."""
         self.next_group = 0
         self.sampled_tokens = 0
         self.dropped = 0
@@ -150,15 +151,16 @@ class Rollouts:
         """Set when a group has closed."""
 
     def name(self, number: int) -> str:
-        """Return the group's id on tape. `resume` finds the groups of this loop by this id."""
+        """Return the id of a group, which its tapes record. `resume` finds the groups of this loop by this id."""
         return f"{self.history.lineage}/{PHASE}/{number:06d}"
 
     # From an earlier process
 
     def resume(self) -> None:
-        """Continue with the groups on tape. Complete groups are ready. Other groups get their missing attempts.
+        """Continue with the groups on tape from an earlier process. Unfinished groups get their missing attempts.
+        Finished groups are ready, set aside or dropped.
 
-        If a recorded update names any tape of a group, the whole group counts as used, so no attempt is trained on
+        If a recorded update names any tape of a group, the whole group counts as used. So no attempt is trained on
         twice.
         """
         prefix = re.compile(re.escape(f"{self.history.lineage}/{PHASE}/") + r"(\d+)$")
@@ -183,8 +185,8 @@ class Rollouts:
                 self._continue(group)
 
     def _continue(self, group: Group) -> None:
-        # The age of a group counts from its oldest sampled token, not from the start of this process, so that pacing
-        # and staleness are the same as in an uninterrupted run.
+        # A group is as old as its oldest sampled token, whenever this process began. So pacing and staleness are the
+        # same as in an uninterrupted run.
         group.begun = min(self._versions(group), default=group.begun)
         for tape in (tape for tapes in group.tapes.values() for tape in tapes):
             if tape.trains and not comparable(tape):
@@ -200,12 +202,13 @@ class Rollouts:
             group.closed = Closing.COMPLETE if len(group.usable) == group.size else Closing.FAILED
             self._close(group)
         else:
-            # The earlier process dropped this group. It doesn't count toward the limit for groups dropped in a row,
-            # because a run that stopped at this limit could then never be resumed, even after its cause was fixed.
+            # The earlier process dropped this group. It doesn't count as dropped in a row (`_barren`). Otherwise a run
+            # that stopped at this limit could never be resumed, even after the cause was fixed.
             self.dropped += 1
 
     def _versions(self, group: Group) -> list[int]:
-        """Return the numbers of the versions that sampled tokens of the group. Other lineages don't count."""
+        """Return the numbers of the policy's versions that sampled tokens of the group. Tokens of other policies don't
+        count."""
         names = {
             version
             for tapes in group.tapes.values()
@@ -219,7 +222,7 @@ class Rollouts:
     # Sampling
 
     async def feed(self) -> None:
-        """Keep as many groups in flight as pacing allows, until cancelled.
+        """Sample groups until cancelled, as many at the same time as the `Pacer` allows.
 
         Unfinished groups from an earlier process come first, because their tokens are the next to become stale.
         """
@@ -259,7 +262,7 @@ class Rollouts:
         self._close(group)
 
     async def _compare(self, group: Group) -> None:
-        """If the environment has relative rewards, add them. They depend on the other attempts in the group."""
+        """Add the rewards that compare the attempts of a group with each other, if the environment has such rewards."""
         scored = await compared(self.rewards, group.usable, self.store.append_layer)
         for tapes in group.tapes.values():
             tapes[:] = [next((t for t in scored if t.id == tape.id), tape) for tape in tapes]
@@ -270,13 +273,16 @@ class Rollouts:
         return getattr(self.env, "rewards", None)
 
     def _fresh(self, group: Group) -> bool:
-        """Return whether an attempt that starts now can be compared with the group's first attempts. It can if at most
-        `max_lag` updates were made since the group began."""
+        """Return whether a further attempt may start in the group. It may if at most `max_lag` updates were made since
+        the group began, so that its policy is close enough to the policy of the first attempts."""
         return self.history.updates - group.begun <= self.config.max_lag
 
     def _fork(self, group: Group) -> bool:
-        """Add the continuations for `loop.forks` to the group, each as a separate attempt, and return whether any were
-        added. The turns are drawn only by the seed and the usable attempts, so a resumed loop draws the same turns."""
+        """Fork attempts of the group, as `loop.forks` says. Each continuation is a separate attempt. Return False if
+        none were added.
+
+        The draw of the turns depends only on the seed and the usable attempts, so a resumed loop draws the same turns.
+        """
         forks = self.config.forks
         if forks is None or group.prefixes:
             return False
@@ -292,8 +298,8 @@ class Rollouts:
             for tape in group.tapes.get(k, ()):
                 parent = tape.begin.parent
                 if parent is None or (parent.tape, parent.turn) != (prefix.id, prefix.turns):
-                    # An earlier process forked at other points, because a crash or a deadline changed which attempts
-                    # are usable. Continuations from different points can't be compared, so none are added.
+                    # An earlier process forked at other points, because other attempts were usable then (before a crash
+                    # or a deadline). Continuations from different points can't be compared, so none are added.
                     return False
         group.prefixes = dict(enumerate(prefixes, group.size))
         group.size += len(prefixes)
@@ -362,8 +368,10 @@ class Rollouts:
     # Updates
 
     async def take(self) -> Taken:
-        """Wait for the next update's batch, and remove it from the queue. The oldest groups are taken first, because
-        their tokens become stale next and would then be wasted."""
+        """Wait for the batch of the next update, and remove it from the queue.
+
+        The oldest groups are taken first. Their tokens would be the next to become stale, and so be wasted.
+        """
         while not self.pacer.has_batch:
             self._closed.clear()
             await self._closed.wait()
@@ -390,8 +398,11 @@ class Rollouts:
         return taken
 
     def applied(self, tapes: tuple[str, ...], *, more: bool) -> None:
-        """Forget these tapes after their update is recorded and its weights are published. `more` is true if further
-        groups may start. It is false after the last update, because no update would use them."""
+        """Report that the update on these tapes is recorded and its weights are published. The tapes are then
+        forgotten.
+
+        `more` is False after the last update. No further groups start then, because no update would use them.
+        """
         for tape in tapes:
             del self.converted[tape]
         self.pacer.applied()
@@ -400,9 +411,12 @@ class Rollouts:
 
 
 def flat(tapes: list[Tape], earned: Sequence[float | None] | None = None) -> bool:
-    """Return whether a group is flat: no tape is scored, or all tapes that are compared with each other have the same
-    reward. Then every advantage is 0, and a recipe with `flat = drop` drops the group. Whole attempts are compared with
-    each other, and so are continuations from the same turn. `earned` replaces the tapes' own rewards."""
+    """Return whether a group is flat, so that every advantage is 0. A recipe with `flat = drop` drops such groups.
+
+    A group is flat if no tape has a reward, or if all tapes that are compared with each other have the same reward.
+    Whole attempts are compared with each other, and so are continuations from the same turn. `earned` replaces the
+    tapes' own rewards.
+    """
     rewards: dict[object, set[float]] = {}
     for tape, reward in zip(tapes, [tape.reward for tape in tapes] if earned is None else earned, strict=True):
         if reward is not None:

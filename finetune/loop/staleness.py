@@ -1,13 +1,15 @@
-"""Staleness (off-policy lag) limits how many groups are sampled ahead and which tokens may be trained on.
+"""Limits on staleness, which is the number of updates between the sampling of a token and the training on it.
 
-capacity = min(max_concurrent - running, (max_lag + 1) * batch - outstanding), where outstanding = running + closed and
-unused + in the update. `Pacer` makes stale samples rare. If groups close in the order of their starts, each group is
-trained on at most `max_lag` updates late. But only `drop_stale` guarantees this bound, when it checks every token of a
-new batch. `Pacer` counts whole groups, because the attempts of a group are compared with each other.
+`Pacer` limits how many groups may start: capacity = min(max_concurrent - running, (max_lag + 1) * batch - outstanding).
+Outstanding groups are those that are running, closed and unused, or in the current update. `Pacer` counts whole groups,
+because the attempts of a group are compared with each other.
 
-If the recipe drops flat groups, they are set aside, because nothing can be learned from them. Other groups are sampled
-in their place, at most `extra` for one update. After that, each further flat group makes the update's batch one group
-smaller, so that there is always a next update.
+If groups close in the order in which they started, each group is trained on at most `max_lag` updates late. Only
+`drop_stale` guarantees this bound, by checking every token of a new batch.
+
+If the recipe drops flat groups (groups with equal rewards), they are set aside, and other groups are sampled in their
+place, at most `extra` for one update. Each further flat group makes the batch of the update one group smaller, so that
+there is always a next update.
 """
 
 from __future__ import annotations
@@ -24,25 +26,26 @@ from ..data.rows import Row
 
 @dataclass(slots=True)
 class Pacer:
-    """Counts groups by their state. The caller reports each change. At most `capacity` groups may start."""
+    """Counts groups by their state, and says in `capacity` how many may start. The caller reports each change of
+    state."""
 
     batch: int
-    """Groups per update."""
+    """Number of groups in an update."""
     max_concurrent: int
-    """Groups that may run at once."""
+    """Number of groups that may be sampled at the same time."""
     max_lag: int
-    """Maximum number of updates between the policy that samples a group and the policy that trains on it. With 0, the
-    loop is synchronous."""
+    """Largest number of updates between the sampling of a group and the training on it. With 0, the loop is
+    synchronous."""
     extra: int = 0
     """Maximum number of groups that may be sampled for one update in place of groups that were set aside."""
     running: int = 0
     ready: int = 0
-    """Groups that are closed and wait for an update."""
+    """Number of groups that are closed and wait for an update."""
     aside: int = 0
-    """Groups that were set aside since the last update began."""
+    """Number of groups that were set aside since the last update began, because they are flat."""
     updating: int = 0
-    """Groups in the update that runs now. If its batch is smaller than `batch`, the missing groups count too, so that
-    no others are sampled in their place."""
+    """Number of groups in the update that runs now: `batch`, or 0 without an update. Groups that a smaller batch lacks
+    count too, so that no others are sampled in their place."""
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.max_concurrent < 1 or self.max_lag < 0 or self.extra < 0:
@@ -50,8 +53,8 @@ class Pacer:
 
     @property
     def overdrawn(self) -> int:
-        """Number of groups set aside beyond `extra`. They count as outstanding. Otherwise, sampling would never stop
-        for a policy that produces only flat groups."""
+        """Number of groups that were set aside without a replacement, because `extra` is used up. They count as
+        outstanding. Otherwise sampling would never stop for a policy that produces only flat groups."""
         return max(0, self.aside - self.extra)
 
     @property
@@ -76,8 +79,11 @@ class Pacer:
         self.running += 1
 
     def close(self, *, usable: bool, aside: bool = False) -> None:
-        """Report that a group ended. An unusable group (dropped or set aside) stops being outstanding. Otherwise,
-        capacity could reach 0 before a batch is ready, and the loop would wait forever."""
+        """Report that a group ended. A usable group waits for an update, unless it is set `aside`.
+
+        A group that is dropped or set aside is no longer outstanding. Otherwise `capacity` could reach 0 before a batch
+        is ready, and the loop would wait forever.
+        """
         self.running -= 1
         self.aside += aside
         self.ready += usable and not aside
@@ -96,7 +102,8 @@ class Pacer:
 
 
 def stale_before(update: int, max_lag: int) -> int:
-    """Return the oldest version that isn't stale for the update that makes version `update + 1`."""
+    """Return the number of the oldest version whose tokens the update may train on. The update makes version `update +
+    1`."""
     return update - max_lag
 
 
@@ -106,14 +113,14 @@ def version_name(lineage: str, n: int) -> str:
 
 
 def version_number(version: str, lineage: str) -> int | None:
-    """Return the n in `lineage:n`, or None for a version of another lineage."""
+    """Return the number n in `version`, which has the form `lineage:n`, or None for a version of another lineage."""
     name, _, n = version.rpartition(":")
     return int(n) if name == lineage and n.isdigit() else None
 
 
 def drop_stale(rows: Sequence[Row], lineage: str, oldest: int) -> tuple[list[Row], list[Range]]:
-    """Turn tokens into context if a version older than `lineage:oldest` sampled them. Return the new rows, and the
-    ranges of these tokens.
+    """Stop training on tokens that a version before `lineage:oldest` sampled: make them context. Return the new rows,
+    and the ranges of these tokens.
 
     A token without a version (authored text) is never stale. A token of another lineage is always stale, because the
     distance between the two policies is unknown.

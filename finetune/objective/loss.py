@@ -4,8 +4,8 @@
 model: which tokens enter the update, and their advantages.
 
 `Part.loss` computes the loss of some tokens in an optimiser batch, loss = sum_t w_t l_t. The token weights w are fixed
-for the whole optimiser batch. So the losses and gradients of micro-batches and ranks add up to those of the whole
-batch.
+for the whole optimiser batch. So the losses and gradients of micro-batches and ranks add up to the loss and gradient of
+the whole batch.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ def prepare_batches(
     """Return the batch for `stream`, which was made from `rows` and `episodes` and may contain several rollout batches.
 
     A term that compares over a batch (`by = batch`) compares only within one rollout batch. The token weights are
-    computed once, over all rollout batches. So without such a term, the gradient is the same as for one large batch.
+    computed once, over all rollout batches. Without a term that compares over a batch, the gradient is the same as for
+    one large batch.
 
     `sizes` gives the number of episodes in each rollout batch, in the order of `episodes`. If it is empty, there is one
     rollout batch. Raises BadBatch if the sizes don't add up to the number of episodes.
