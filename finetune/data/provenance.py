@@ -1,4 +1,5 @@
-"""Provenance of an update: the tapes that it read, their content at that time, and the weight of each of their tokens.
+"""Provenance of an update: the tapes that it read, their content at that time, and the weight of each token in the
+loss.
 
 A pin identifies the content that a tape had when an update read it. It consists of the tape's own digest and the
 digests of the layers that the tape had at that time. Layers that are added later don't change the pin, so the update
@@ -151,7 +152,7 @@ def ranges_of(row: Row, chosen: NDArray[np.bool_]) -> list[Range]:
 
 
 def _runs(call: NDArray, offset: NDArray, value: NDArray) -> list[tuple[int, int]]:
-    """Return the (first, last) index of each run of consecutive tokens with the same call and the same value."""
+    """Return the (first, last) index of each run of consecutive tokens in which `call` and `value` stay the same."""
     if not len(call):
         return []
     breaks = np.flatnonzero((np.diff(call) != 0) | (np.diff(offset) != 1) | (np.diff(value) != 0)) + 1

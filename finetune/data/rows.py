@@ -74,28 +74,28 @@ class Row:
     old: NDArray[np.float32]
     """(n,) log-prob at sampling, log softmax(logits / temperature).
 
-    It is NaN if it is unknown (authored text), or if the token was drawn from another distribution (temperature 0,
-    top-p, top-k). Tokens with NaN can be used for imitation, but not for RL.
+    It is NaN if it is unknown (for example in text that a person wrote), or if the token was drawn from another
+    distribution (temperature 0, top-p, top-k). Tokens with NaN can be used for imitation, but not for RL.
     """
     temperature: NDArray[np.float32]
     """(n,) temperature at which each token was sampled, 1 where `old` is NaN."""
     version: NDArray[np.int32]
-    """(n,) index into `versions`: the version of the policy that sampled the token. -1 for authored text."""
+    """(n,) index into `versions`: the version of the policy that sampled the token. -1 if no model sampled it."""
     call: NDArray[np.int32]
-    """(n,) index into `calls`."""
+    """(n,) index of the model call that produced the token, in `calls`."""
     turn: NDArray[np.int32]
-    """(n,) turn in the tape, counted from 0."""
+    """(n,) number of the token's turn in the tape, counted from 0."""
     offset: NDArray[np.int32]
-    """(n,) index within the call's completion."""
+    """(n,) index of the token in the completion of its call."""
     calls: tuple[str, ...]
-    """Call ids."""
+    """Ids of the model calls whose completions have own tokens."""
     agents: tuple[str, ...]
-    """Path of the agent that made each call, aligned to `calls`."""
+    """For each entry of `calls`, the path of the agent that made the call."""
     observations: Observations | None = field(default=None, compare=False, repr=False)
     """Digests of the observations in the tape's turns. None if the row doesn't come from a tape."""
     replies: tuple[str | None, ...] = ()
-    """Text of each call's answer, aligned to `calls`. A call without text has None. The tuple is empty if the row
-    doesn't come from a tape."""
+    """For each entry of `calls`, the text of the answer, or None if it has none. Empty if the row doesn't come from a
+    tape."""
     versions: tuple[str, ...]
     bars: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """Token ids that the sampler could not draw, as (tokens, ids) for each call. It excluded `ids` from the first
@@ -105,7 +105,7 @@ class Row:
     episode: str = ""
     """Name of the `Episode` whose reward trains the tokens. If empty, the name is the tape's id."""
     places: tuple[Place, ...] = ()
-    """The parts of `input_ids` that stand for pictures, in order."""
+    """The ranges of `input_ids` that represent pictures, in order."""
     file: Callable[[str], bytes] | None = field(default=None, compare=False, repr=False)
     """Function that returns a picture's PNG for its file name in `places`. It blocks. None if the row has no
     pictures."""
@@ -158,7 +158,7 @@ class Row:
         return np.array([np.nan if text is None else reflections(text) for text in replies], dtype=np.float64)
 
     def labels(self) -> NDArray[np.int64]:
-        """Return the labels (L,): the token id for the agent's own tokens, -100 elsewhere."""
+        """Return the labels (L,) for a loss: the token id for own tokens, -100 elsewhere."""
         labels = np.full(len(self.input_ids), IGNORED, dtype=np.int64)
         labels[self.own] = self.input_ids[self.own]
         return labels
@@ -230,7 +230,7 @@ def _content_digest(step: Step) -> str:
 def _parents_first(calls: list[Call], labels: dict[str, Label]) -> list[tuple[Call, str | None]]:
     """Return each call with the id of the call that it continues, its parent, or None.
 
-    The calls are in recorded order, but a parent that a label names is moved before its call.
+    The calls are in recorded order, with one exception: a parent that is named by a label comes before the call.
 
     If a label excludes a call and no other call continues it, it is left out. Otherwise it would take over its parent's
     row."""

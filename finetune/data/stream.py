@@ -58,7 +58,7 @@ class Episode:
     shared: Sequence[float] | NDArray[np.floating] | None = None
     """The rewards that all agents share in each turn. None if they share none."""
     kept_out: tuple[tuple[str, str, int, int], ...] = ()
-    """(tape, call, start, end) of the completions that a label excludes. They are context in every row."""
+    """Completions that a label excludes from training, each as (tape, call, start, end)."""
     pin: tuple[str, ...] = ()
     """The content of the tape as a list of digests (`provenance.Pin`). Empty if the episode doesn't come from a
     tape."""
@@ -71,13 +71,13 @@ class Episode:
 
 @dataclass(frozen=True, kw_only=True)
 class Episodes:
-    """One entry per episode (E of them)."""
+    """Table of the E episodes of a batch, with one entry per episode."""
 
     tape: tuple[str, ...]
     reward: Tensor
     """(E,) float64, NaN if the episode is unscored."""
     trains: Tensor
-    """(E,) bool: whether the status allows training."""
+    """(E,) bool: whether the status of the episode allows training on it."""
     cut: Tensor
     """(E,) bool: whether the episode was cut off by truncation or a limit, so that its return continues with a
     bootstrap value. An error in the agent's code counts as a regular end."""
@@ -97,7 +97,7 @@ class Episodes:
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """One entry per turn (N of them), episode after episode."""
+    """Table of the N turns of a batch, with one entry per turn. Turns are in the order of their episodes."""
 
     reward: Tensor
     """(N,) float64, NaN in an unscored episode."""
@@ -115,40 +115,40 @@ class Turns:
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """The T own tokens of a batch, in row order."""
+    """The T own tokens of a batch, which are the tokens that agents produced. They are in the order of the rows."""
 
     token: Tensor
     """(T,) int64 token id."""
     old: Tensor
-    """(T,) log-prob at sampling, NaN if it is unknown, as in authored text."""
+    """(T,) log-prob at sampling, NaN if it is unknown, for example in text that a person wrote."""
     temperature: Tensor
     """(T,) temperature at which the token was sampled."""
     version: Tensor
-    """(T,) int64 index into `versions`, -1 for authored text."""
+    """(T,) int64 index into `versions`: the version of the policy that sampled the token. -1 if no model sampled it."""
     call: Tensor
-    """(T,) int64 index into `calls`."""
+    """(T,) int64 index of the model call that produced the token, in `calls`."""
     turn: Tensor
-    """(T,) int64 index into `turns`."""
+    """(T,) int64 index of the token's turn in `turns`."""
     episode: Tensor
-    """(T,) int64 index into `episodes`."""
+    """(T,) int64 index of the token's episode in `episodes`."""
     agent: Tensor
-    """(T,) int64 index into `agents`."""
+    """(T,) int64 index of the agent that produced the token, in `agents`."""
     episodes: Episodes
     turns: Turns
     calls: tuple[tuple[str, str], ...] = ()
-    """(tape id, call id)."""
+    """The model calls of the batch, each as (tape id, call id)."""
     agents: tuple[str, ...] = ()
     versions: tuple[str, ...] = ()
     rows: Tensor
-    """(R + 1,) int64: row i has the tokens from rows[i] to rows[i + 1] - 1."""
+    """(R + 1,) int64 offsets of the R rows: row i has the tokens from rows[i] to rows[i + 1] - 1."""
     ref: Tensor | None = None
     """(T,) log-prob under the reference model, or None if the recipe needs none."""
     teacher: Tensor | None = None
     """(T,) log-prob under the teacher, or None if the recipe needs none."""
     anchor: Tensor | None = None
-    """(T,) log-prob under the weights at the start of the rollout batch's updates, or None if it wasn't computed."""
+    """(T,) log-prob under the weights before the first step on the rollout batch, or None if it wasn't computed."""
     entropy: Tensor | None = None
-    """(T,) entropy of the policy at the start of the rollout batch's updates, or None if it wasn't computed."""
+    """(T,) entropy of the policy before the first step on the rollout batch, or None if it wasn't computed."""
     value: Tensor | None = None
     """(T,) the critic's value of the state before the token, or None without a critic."""
     after: Tensor | None = None
@@ -284,7 +284,7 @@ def impossible(old: Tensor) -> Tensor:
 
 
 def _turns(rows: Sequence[Row], of_row: NDArray, episodes: Sequence[Episode]) -> tuple[Turns, NDArray]:
-    """Return the table of turns, and the number of each episode's first turn."""
+    """Return the table of turns, and the index in it of each episode's first turn."""
     counts = np.array([1 if e.turn_rewards is None else max(1, len(e.turn_rewards)) for e in episodes], dtype=np.int64)
     for row, i in zip(rows, of_row, strict=True):
         if len(row.turn):

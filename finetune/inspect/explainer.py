@@ -126,7 +126,8 @@ class Explanation(Value):
 
 @dataclass
 class Explainer:
-    """Explains the tapes of one run. `decode` maps a token id to its text. `renderer` tokenizes authored text."""
+    """Explains the tapes of one run. `decode` maps a token id to its text. `renderer` tokenizes text that no model
+    sampled."""
 
     store: Store
     decode: Callable[[int], str] | None = None
@@ -135,7 +136,7 @@ class Explainer:
 
     @cached_property
     def updates(self) -> list[_Update]:
-        """All updates in all living lineages, in order."""
+        """All updates of all policies in the run, in order. A lineage that a `void` record ended is left out."""
         lineages = self.store.lineages()
         uses = (use for lineage in lineages.living for use in lineages.ledger(lineage).uses)
         return [_Update(use, UpdateInfo.of(use)) for use in uses]

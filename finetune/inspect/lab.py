@@ -84,14 +84,14 @@ class RecipeLine(Value):
     tokens: int
     """Number of tokens with a weight in the loss."""
     dropped: int
-    """Number of own tokens without a weight in the loss."""
+    """Number of tokens that agents produced, but that have no weight in the loss."""
     skipped: str | None
     """Why the update would not be applied, or None if it would be applied."""
     recorded: bool | None
     """True if token weights, loss and gradient norm equal the recorded ones bit for bit. None if there is nothing to
     compare with: for a recipe that isn't the run's, and for an update with several steps."""
     gained: tuple[TokenShift, ...]
-    """Tokens whose |pull| is larger than under the first recipe. The largest difference comes first."""
+    """Tokens whose |pull| is larger than with the first recipe. The largest difference comes first."""
     lost: tuple[TokenShift, ...]
     pulls: tuple[float, ...]
     """Pull on each token that an agent produced, in the order of the batch."""

@@ -48,7 +48,7 @@ class Policy:
     name: str
     """The folder with the weights, as messages show it."""
     digest: str
-    """The same digest as in a `publish` record."""
+    """Digest of the weights, as in the `publish` records of a run."""
     load: Callable[[], Pretrained] = field(repr=False)
     """Loads the model with these weights."""
 

@@ -125,7 +125,7 @@ class ProcessesConfig(Config):
     process keeps a full copy."""
     timeout: float = Field(default=1800.0, gt=0)
     """Seconds that a process waits for the others before it ends with an error. All processes but one also wait while a
-    batch is sampled, so this must be longer."""
+    batch is sampled, so the limit must be longer than this takes."""
 
 
 class ReferenceConfig(Config):
@@ -159,7 +159,7 @@ SECOND = {
     "minor_sft": ("reference",),
     "distill": ("teacher",),
 }
-"""The models that each recipe needs in addition to the policy."""
+"""For each recipe, the models that it needs in addition to the policy."""
 RECIPES = ("sft", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "cpgd", "rft", "rloo", "decoupled_ppo")
 RECIPES += ("reinforce", "reinforce_plain", "reinforce_pp", "reinforce_pp_baseline", *SECOND)
 """The names of all recipes. The module that defines the recipes has them too, but importing it would import torch."""

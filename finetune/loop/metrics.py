@@ -1,6 +1,7 @@
-"""Lines of metrics.jsonl. Each line has the values of one update, from the process that made or repeated this update.
+"""Makes the lines of metrics.jsonl. Each line has the values of one update, from the process that made the update or
+applied it again.
 
-docs/metrics.md defines each name. A value that is unknown is None or is left out. It is never 0.
+docs/metrics.md defines each name. An unknown value is None or left out, but never 0.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def rollout_line(
 ) -> dict[str, object]:
     """Return the line for an update of the loop on `tapes`. `seconds` is the update's duration, or None if a recorded
     update was applied again."""
-    # The reward of a continuation counts only its own turns, so it isn't comparable with the reward of a whole episode.
+    # The reward of a fork counts only the turns after the fork, so it isn't comparable with the reward of a whole
+    # episode.
     scored = [reward for tape in tapes if tape.begin.parent is None and (reward := tape.reward) is not None]
     line: dict[str, object] = {
         "phase": UpdateInfo.of(uses[0]).phase,
@@ -77,8 +79,8 @@ def _policy_values(stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape
 
 
 def ends(tapes: Sequence[Tape]) -> dict[str, float | None]:
-    """Return the mean number of turns, the share of episodes that did not finish, and the share of episodes that ended
-    early in each way (truncated, limit or error)."""
+    """Return how episodes ended: their mean number of turns, the share that did not finish, and the share for each way
+    to end early (truncated, limit or error)."""
     cut = (Status.TRUNCATED, Status.LIMIT, Status.ERROR)
     return {
         "turns": mean_of([tape.turns for tape in tapes]),

@@ -40,11 +40,12 @@ class Batch:
     episodes: list[Episode]
     stale: list[Range] = field(default_factory=list)
     context: list[Range] = field(default_factory=list)
-    """Tokens of agents that aren't trained. The model reads these tokens, but they have no loss."""
+    """Tokens that the model reads, but that have no loss: they are from agents that aren't trained, or a label excludes
+    their answer."""
     filtered: list[Range] = field(default_factory=list)
     """Tokens of groups that were set aside before the update, because all their rewards are equal."""
     shown: list[Row] = field(default_factory=list)
-    """Demonstrations, for a recipe with an `nll` regulariser."""
+    """Demonstrations: rows to imitate in addition, for a recipe with an `nll` regulariser."""
 
 
 class ComputedOn(Value):
@@ -64,7 +65,8 @@ class ComputedOn(Value):
 
 
 class Plan(Value):
-    """The tapes of an update, and how the update trains on them. A `use` record has the same names for these fields."""
+    """The tapes of an update, and how the update trains on them. A `use` record stores these fields under the same
+    names."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -100,7 +102,7 @@ class Plan(Value):
 
     @property
     def read(self) -> tuple[str, ...]:
-        """All tapes that the update reads, including its demonstrations."""
+        """All tapes that the update reads: the tapes that it takes from the queue, and its demonstrations."""
         return (*self.every, *self.shown)
 
     def info(self) -> dict[str, JsonValue]:
@@ -181,7 +183,7 @@ class UpdateInfo(Plan):
     grad_norm: float | None = None
     """The norm of the gradient before clipping, or None if it wasn't finite."""
     context: tuple[Range, ...] = ()
-    """Tokens of agents that aren't trained."""
+    """Tokens from agents that aren't trained, and from answers that a label excludes."""
     pins: dict[str, tuple[str, ...]] | None = None
     """The content of each tape when the update read it, as digests. Only the record of the first epoch has this field
     and the fields below."""

@@ -41,7 +41,8 @@ class Player:
     agents: tuple[str, ...] = ()
     """Paths of the agents that this player trains."""
     name: str = ""
-    """The player's name in metrics. If it is empty, the lineage is used instead."""
+    """The player's name in metrics. If it is empty, the lineage (the name of the player's sequence of updates) is
+    used."""
 
     @property
     def called(self) -> str:
@@ -49,8 +50,8 @@ class Player:
         return self.name or self.history.lineage
 
     def plan(self, plan: Plan, max_lag: int) -> Plan:
-        """Return the player's plan for an update of which `plan` is the loop's. Flat groups (`aside`) are left out,
-        because only the loop accounts for them."""
+        """Return the player's plan for an update. `plan` is the loop's plan for the same update. Flat groups (`aside`)
+        are left out, because only the loop accounts for them."""
         oldest = stale_before(self.history.updates, max_lag)
         return plan.model_copy(update={"agents": self.agents, "oldest": oldest, "aside": ()})
 

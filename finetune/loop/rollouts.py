@@ -75,8 +75,8 @@ class Taken:
     """Flat groups (groups with equal rewards) that were sampled for this update."""
     filled: Filled
     closings: Counter[Closing]
-    """How many groups closed in each way (complete, at their deadline, ...) since the last update, dropped groups
-    included."""
+    """How many groups closed in each way (complete, at their deadline, ...) since the last update. Dropped groups count
+    too."""
     lost: Counter[str] = field(default_factory=Counter)
     """Number of unusable tapes in the closed groups, by the reason why they can't be trained on."""
 

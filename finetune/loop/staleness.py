@@ -59,7 +59,7 @@ class Pacer:
 
     @property
     def lacking(self) -> int:
-        """The number of groups by which the next update is smaller than `batch`."""
+        """Number of groups that the batch of the next update lacks, because too many groups were flat."""
         return min(self.batch, self.overdrawn)
 
     @property
@@ -113,7 +113,7 @@ def version_name(lineage: str, n: int) -> str:
 
 
 def version_number(version: str, lineage: str) -> int | None:
-    """Return the number n in `version`, which has the form `lineage:n`, or None for a version of another lineage."""
+    """Return the number n of a version with the name `lineage:n`, or None for a version of another lineage."""
     name, _, n = version.rpartition(":")
     return int(n) if name == lineage and n.isdigit() else None
 
@@ -122,13 +122,13 @@ def drop_stale(rows: Sequence[Row], lineage: str, oldest: int) -> tuple[list[Row
     """Stop training on tokens that a version before `lineage:oldest` sampled: make them context. Return the new rows,
     and the ranges of these tokens.
 
-    A token without a version (authored text) is never stale. A token of another lineage is always stale, because the
-    distance between the two policies is unknown.
+    A token that no model sampled has no version and is never stale. A token that another policy (lineage) sampled is
+    always stale, because the distance between the two policies is unknown.
     """
 
     def fresh(row: Row) -> NDArray[np.bool_]:
         numbers = [version_number(version, lineage) for version in row.versions]
-        # The last entry is for version -1 (authored text), which indexes the array from its end.
+        # The last entry is for tokens that no model sampled. Their version is -1, which indexes the array from its end.
         return np.array([*(n is not None and n >= oldest for n in numbers), True], dtype=bool)[row.version]
 
     return keep_tokens(rows, fresh)

@@ -25,7 +25,8 @@ from .term import Context, Kinds, Term
 
 
 class Adjust(Term):
-    """Base class of all adjustments. Derive from it to write your own adjustment."""
+    """Base class of adjustments, which change the advantages of all tokens. Derive from it to write your own
+    adjustment."""
 
     def __call__(self, a: Tensor, entered: Tensor, stream: Stream, context: Context) -> Tensor:
         """Return the adjusted advantages (T,) float64.
@@ -82,7 +83,7 @@ class Relu(Adjust):
 
 
 class GroupWeights(Adjust):
-    """Gives other groups a larger weight to make up for groups without spread, in which all rewards are equal."""
+    """Raises the weights of the other groups if some groups have no spread (all of their rewards are equal)."""
 
     kind: Literal["groups"] = "groups"
     flat: float = Field(default=1.0, ge=0)

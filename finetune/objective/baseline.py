@@ -30,7 +30,7 @@ from .term import Context, Kinds, Term
 
 
 class Baseline(Term):
-    """Base class of all baselines. Derive from it to write your own baseline."""
+    """Base class of baselines, which compare each reward with others. Derive from it to write your own baseline."""
 
     by: Literal["group", "fork", "batch"] = "group"
     """Which rewards are compared with each other: all in a `group`, the continuations from one `fork` point, or the

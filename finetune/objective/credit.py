@@ -29,7 +29,8 @@ from .term import Context, Kinds, Term
 
 
 class Credit(Term):
-    """Base class of all credits. Derive from it to write your own credit."""
+    """Base class of credits, which spread an episode's or a turn's advantage over its tokens. Derive from it to write
+    your own credit."""
 
     @property
     def needs_value(self) -> bool:

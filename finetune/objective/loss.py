@@ -117,7 +117,7 @@ def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
     scored = recipe.select.scored(stream, advantages, context)
     episodes, compared = recipe.select.episodes(scored, stream, context, by_fork=recipe.baseline.by == "fork")
     entered = episodes[stream.episode]
-    # A token that the policy didn't sample (authored text) has no log-prob at sampling, so it has no ratio.
+    # A token that no model sampled has no log-prob at sampling, so it has no ratio.
     known = stream.old.isfinite()
     if advantages:
         context.sums.add("token/authored", entered & ~known)

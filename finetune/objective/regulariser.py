@@ -26,7 +26,8 @@ from .term import Context, Kinds, Term
 
 
 class Regulariser(Term):
-    """Base class of all regularisers. Derive from it to write your own regulariser."""
+    """Base class of regularisers, which are added to the loss and don't use advantages. Derive from it to write your
+    own."""
 
     per_token: ClassVar[bool] = True
     """Whether the term is a loss for each token of the rollout batch. If False, the trainer computes it separately, for

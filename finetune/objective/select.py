@@ -155,8 +155,11 @@ class Select(Term):
         return out
 
     def tokens(self, lp: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context) -> Tensor | None:
-        """Return a mask (n,) of the tokens `index` (n,) that keep their loss under `kl_mask` and `shift_mask`, or None
-        without these settings. `lp` (n,) are the tokens' current log-probs, and `a` (n,) their advantages."""
+        """Return a mask (n,) of the tokens `index` (n,) that keep their loss under the settings `kl_mask` and
+        `shift_mask`.
+
+        Without these settings, it is None. `lp` (n,) are the tokens' current log-probs, and `a` (n,) their advantages.
+        """
         keep: Tensor | None = None
         old = stream.old[index].to(lp.dtype)
         if self.kl_mask is not None:

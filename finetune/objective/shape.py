@@ -32,7 +32,7 @@ from .term import Context, Kinds, Term
 
 
 class Shape(Term):
-    """Base class of all shapes. Derive from it to write your own shape."""
+    """Base class of shapes, which change rewards before they are compared. Derive from it to write your own shape."""
 
     @property
     def needs_reference(self) -> bool:

@@ -33,9 +33,9 @@ RECIPES: dict[str, Recipe] = {
 def get_recipe(name: str, changes: Mapping[str, object] | None = None, *, run: Path | None = None) -> Recipe:
     """Return the recipe called `name`, with `changes` to its terms (see `Recipe.but`).
 
-    With `run`, the directory of a run, the recipe that this run recorded is returned instead, if there is one. So a
-    resumed run keeps its constants, even if this version of the package has others. This applies only to the package's
-    recipes.
+    `run` is the directory of a run. If this run has recorded its recipe, and `name` is a recipe of the package, the
+    recorded recipe is returned instead. So a resumed run keeps its constants, even if this version of the package has
+    others.
 
     A name such as `package.module:name` or `file.py:name` stands for a user's own recipe, which is imported. Raises
     UsageError if the name is unknown or the object isn't a recipe.

@@ -18,7 +18,7 @@ ppo = Recipe(
     A_t whitened over all tokens of the batch
     loss = -1/T sum_t min(r A_t, clip(r, 0.8, 1.2) A_t)
 
-The critic learns A_t + V_t with its own loss, optimiser and schedule (`finetune.critic`).
+The critic learns A_t + V_t with its own loss, optimiser and schedule (`loop.critic`).
 
 Source: Schulman et al. 2017 (arXiv 1707.06347) and 2016 (arXiv 1506.02438).
 

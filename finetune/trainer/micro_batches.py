@@ -1,8 +1,8 @@
-"""Micro-batches: the rows that are forwarded together, and the positions that predict the wanted tokens. The wanted
-tokens are those whose log-probs or values are needed.
+"""Micro-batches: the rows that are forwarded together, and the positions that predict the tokens to score. These are
+the tokens whose log-probs or values are needed.
 
-Rows of similar length form a micro-batch. Each row is cut after its last wanted token and padded on the right. A causal
-model attends only to the left, so right padding needs no mask. Neither the padding nor the other rows change a
+Rows of similar length form a micro-batch. Each row is cut after its last token to score, and padded on the right. A
+causal model attends only to the left, so right padding needs no mask. Neither the padding nor the other rows change a
 log-prob.
 
 Rows may also be packed end to end into one row without padding. Positions restart at each row, so that attention
@@ -63,14 +63,14 @@ class Micro:
     ids: Tensor
     """(B, L) int64 token ids, without a shared prefix."""
     at: Tensor
-    """(n,) int64: for each wanted token, the position that predicts it, which is the one before it. The B * L positions
-    of `ids` are counted row by row."""
+    """(n,) int64: for each token to score, the position that predicts it, which is the one before it. The B * L
+    positions of `ids` are counted row by row."""
     token: Tensor
-    """(n,) int64 ids of the wanted tokens."""
+    """(n,) int64 ids of the tokens to score."""
     temperature: Tensor
-    """(n,) float32 temperatures of the wanted tokens."""
+    """(n,) float32 temperatures of the tokens to score."""
     index: Tensor
-    """(n,) int64 positions of the wanted tokens in the stream of all rows."""
+    """(n,) int64 positions of the tokens to score in the stream of all rows."""
     there: Tensor
     """(B, L) bool: False for padding."""
     prefix: Tensor | None
@@ -84,12 +84,12 @@ class Micro:
     pictures: Pictures | None = None
     """The pictures in the rows, or None if there are none."""
     barred: Tensor | None = None
-    """(2, m) int64: ids that the sampler excluded. The id `barred[1, k]` was excluded when the wanted token `barred[0,
-    k]` was sampled. None if no ids were excluded."""
+    """(2, m) int64: ids that the sampler excluded. For each k, the id `barred[1, k]` was excluded when the token with
+    the index `barred[0, k]` in `token` was sampled. None if no ids were excluded."""
 
     @classmethod
     def idle(cls) -> Micro:
-        """Return a micro-batch without a wanted token, which adds exactly 0 to every gradient. A rank forwards it to
+        """Return a micro-batch without a token to score, which adds exactly 0 to every gradient. A rank forwards it to
         keep step with ranks that have more micro-batches."""
         none = torch.zeros(0, dtype=torch.int64)
         ids = torch.zeros(1, 1, dtype=torch.int64)
@@ -105,13 +105,14 @@ def plan(
     pack: bool = False,
     vision: Vision | None = None,
 ) -> list[Micro]:
-    """Return micro-batches that together hold each wanted token once. All own tokens are wanted, or with `live`, (T,)
-    bool, only those that it marks.
+    """Return micro-batches that together score each own token once, or only the tokens that `live` (T,) bool marks.
 
-    Rows without a wanted token are left out. A row is a micro-batch by itself if its tokens and picture patches exceed
-    `micro_tokens`. With `share`, the prefix that a group's rows share is forwarded once if that saves enough. With
-    `pack`, rows without a shared prefix are packed instead of padded. `vision` is how the model sees pictures. Raises
-    BadBatch if `vision` is None and a row shows a picture.
+    Rows without a token to score are left out. A row is a micro-batch by itself if its tokens and picture patches
+    exceed `micro_tokens`. With `share`, the prefix that a group's rows share is forwarded once if that saves enough.
+    With `pack`, rows without a shared prefix are packed instead of padded.
+
+    `vision` is how the model sees pictures. Raises BadBatch if a row shows a picture, and either `vision` is None or
+    the row can't read the picture's file.
     """
     start = np.concatenate([[0], np.cumsum([len(row.own) for row in rows])]).astype(np.int64)
     wanted = (
@@ -162,7 +163,7 @@ def _common(rows: Sequence[Row], most: int) -> int:
     """Return the length of the prefix that all rows share, but at most `most` tokens.
 
     Hidden states are read only after the prefix. So callers choose `most` such that the prefix ends before the position
-    that predicts the first wanted token.
+    that predicts the first token to score.
     """
     first = keys(rows[0].input_ids, rows[0].places)
     for row in rows[1:]:

@@ -40,8 +40,8 @@ class Load:
 
 
 def routed(body: nn.Module, micro: Micro, model: nn.Module) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the hidden states (n, D) that predict the wanted tokens, and each layer's router logits for all tokens
-    except padding. For `model`, see `states`."""
+    """Return the hidden states (n, D) that predict the micro-batch's tokens to score, and each layer's router logits
+    for all tokens except padding. For `model`, see `states`."""
     _, rest = inputs(body, micro, model)
     out = body(**rest, use_cache=False, output_router_logits=True)
     hidden, logits = out.last_hidden_state, out.router_logits
