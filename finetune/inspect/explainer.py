@@ -116,7 +116,7 @@ class Explanation(Value):
     rows: tuple[RowLine, ...]
     forwarded: int
     repeated: int
-    """How many of the `forwarded` tokens are also in an earlier row."""
+    """How many of the `forwarded` tokens are also in an earlier row, so that the trainer forwards them twice."""
     own: int
     unlabelled: int
     """Number of completion tokens that no row trains, because their call failed or a label excludes them."""

@@ -107,7 +107,7 @@ class Processes:
     def leading(self) -> Iterator[None]:
         """Return a context in which an error on rank 0 stops the other ranks too. Only for rank 0.
 
-        The error is broadcast to them, unless a command is running. In that case the other ranks wait in a collective
+        The error is broadcast to the other ranks, unless a command is running. In that case they wait in a collective
         operation of the command, and would read the message as its data. They raise RankLost when this process ends.
         """
         try:

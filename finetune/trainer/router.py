@@ -1,6 +1,6 @@
 """The load-balancing loss of a mixture-of-experts model over a whole optimiser batch.
 
-The loss keeps the experts evenly used. The regulariser `aux` of a recipe adds it to each loss that trains a router:
+This loss keeps the experts evenly used. A recipe with the regulariser `aux` adds it to each loss that trains a router:
 over rollouts, over demonstrations, and for a critic with its own body.
 
     aux = E sum_e f_e P_e,  f_e = assignments to expert e / rows,  P_e = mean router probability of expert e

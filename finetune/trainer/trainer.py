@@ -7,7 +7,8 @@ bit-equal weights.
 If a log-prob, the loss or the gradient norm isn't finite, the update is skipped. A skip is counted and reported, and
 changes neither the model nor the optimiser.
 
-1. Tokens with a loss and a gradient of exactly 0 (in a flat group without a KL loss) are never forwarded.
+1. Tokens whose loss and gradient are exactly 0 are never forwarded. An example is a group with equal rewards, if the
+   recipe has no KL loss.
 2. An update in which no token has a gradient isn't applied. Otherwise momentum alone would move the weights.
 3. Weight decay isn't applied to vectors (norms, biases).
 """

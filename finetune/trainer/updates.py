@@ -176,8 +176,8 @@ class PolicyTrainer(ABC):
     steps: int
     """Number of applied updates."""
     version: str | None = None
-    """The version name of the current weights, by which rows name the weights that sampled a token. None if it is
-    unknown."""
+    """Name of the current version of the weights. Rows name the version that sampled a token in the same way. None if
+    the name is unknown."""
 
     @abstractmethod
     def prepare(
