@@ -111,7 +111,7 @@ def parts_of(step: Step) -> tuple[str | Visual, ...]:
 
 
 def _parts(value: object) -> Iterator[str | Visual]:
-    """Yield the strings, pictures and videos in a value that holds a picture or video."""
+    """Yield the parts of a value: its strings, pictures and videos, in order."""
     if isinstance(value, Picture | Video):
         yield value
     elif isinstance(value, BaseModel):

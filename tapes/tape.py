@@ -486,8 +486,8 @@ class Tape(Sequence[Step]):
         picture = log.shown.get(name) or next((p for step in self for p in pictures_of(step) if p.name == name), None)
         if picture is not None and picture.data is not None:
             return picture.data
-        # A step whose class isn't imported has no fields of type Picture, but the places in the calls name its
-        # pictures.
+        # If the class of a step isn't imported, its pictures aren't Picture objects. The calls still name them in their
+        # places.
         named = ((call.media, *(place.media for place in call.places)) for _, call in log.call_order)
         if picture is None and not any(name in media for names in named for media in names):
             if log.parent is not None:

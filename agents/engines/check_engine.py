@@ -223,7 +223,7 @@ class _Check:
                     f"{when}, the same seed gave {list(completion.ids or ())[:8]} instead of "
                     f"{list(self.first.ids)[:8]}: draw each token from the request's seed and the token's position "
                     "alone",
-                    # A warning, because a server's kernels may depend on the batch. Replay uses the recorded tokens.
+                    # Only a warning: a server's result may depend on its batch, and replay uses the recorded tokens.
                     warning=True,
                 )
         return None

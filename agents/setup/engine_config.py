@@ -41,8 +41,8 @@ class RendererConfig(Config):
     """`sampled`: a prompt keeps the exact token ids that the model sampled. `template`: the chat template renders each
     prompt again from its messages."""
     special_text: Literal["split", "refuse"] = "split"
-    """What happens to text in a message's content that equals a control token. `split`: the text becomes ordinary
-    tokens. `refuse`: the text ends the episode."""
+    """What happens if a message contains the text of a control token, such as `<|im_end|>`. `split`: the text becomes
+    ordinary tokens. `refuse`: the text ends the episode."""
     template_kwargs: dict[str, JsonValue] = Field(default={})
     """Arguments for the chat template, such as `{"enable_thinking": False}`."""
     end_tokens: tuple[str, ...] = ()

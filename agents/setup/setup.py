@@ -93,9 +93,9 @@ class TasksConfig(Config):
     """Tasks, given by name, by file or as a list."""
 
     tasks: str | tuple[JsonValue, ...] | None = None
-    """`module:name` of tasks (or of a function that returns them), a JSONL, JSON, Parquet or CSV file, a dataset on the
-    Hugging Face hub as `org/name` or `org/name@revision`, a folder with a dataset, or a list. None means that Python
-    code passes the tasks, or that there are no tasks of this kind."""
+    """The tasks, as a list or by name. A name is one of `module:name` (tasks, or a function that returns them), a
+    JSONL, JSON, Parquet or CSV file, a folder with a dataset, and `org/name` or `org/name@revision` on the Hugging Face
+    hub. None means that Python code passes the tasks, or that there are no tasks of this kind."""
     dataset: DatasetConfig = DatasetConfig()
     """How rows of files and datasets become tasks."""
     task_row: str | None = None

@@ -73,7 +73,7 @@ class Reproduction(Value):
     of: int
     """Number of updates that the checkpoint contains."""
     published: int = 0
-    """Number of published versions, up to the checkpoint, whose weights were computed again with the same digest."""
+    """How many of the published versions, up to the checkpoint, were computed again with equal weights."""
     checkpoints: int = 0
     """Number of checkpoints whose weights equal the computed ones."""
     trainers: int = 0

@@ -408,7 +408,7 @@ def apply_again(history: History, epochs: Sequence[Use]) -> tuple[UpdateStats, t
 
 
 def as_read(history: History, info: UpdateInfo) -> Source:
-    """Return a source that gives each tape with the content that the update read.
+    """Return a source of tapes as the update read them, before later layers were added.
 
     The source raises ChangedTape if the tape no longer has this content.
     """

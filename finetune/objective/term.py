@@ -291,7 +291,7 @@ class Context:
     the others wait."""
 
     def add_part(self, name: str, loss: float) -> None:
-        """Add `loss`, the contribution of the term `name` to the loss, to `parts`."""
+        """Add `loss` to `parts`. It is what the term `name` contributes to the total loss."""
         self.parts[name] = self.parts.get(name, 0.0) + loss
 
     def mean_and_square(self, x: Tensor) -> tuple[float, float, float]:

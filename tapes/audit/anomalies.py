@@ -314,7 +314,7 @@ class Anomalies:
         return made
 
     def _compared(self, name: str) -> list[bool]:
-        """Return a bool for each group with at least two values of the component: True if these values are equal."""
+        """Return whether all values of the component are equal, for each group with at least two values."""
         found = [group.values[name] for group in self._groups.values() if name in group.values]
         return [same for _, n, same in found if n > 1]
 

@@ -3,8 +3,9 @@
     {"n":0,"c":0,"p":"<64 hex>","b":{...},"h":"<64 hex>"}\n
 
 `n` is the number of the line in the segment, from 0. `c` is the number of lines in the segment that were durable when
-this line was written. `p` is the hash of the previous line. In the first line, `p` is a head that the line's record
-pins, or 64 zeros. `b` is the record's body. `h` is the SHA-256 of the line's bytes before its last `,"h":`.
+this line was written. `p` is the hash of the previous line. The first line has no previous line, so its `p` is the hash
+of a line in an earlier segment, or 64 zeros. `b` is the record's body. `h` is the SHA-256 of the line's bytes before
+its last `,"h":`.
 
 The first record of a segment is an `open`, which names the segment. A `commit` or `seal` states the hash of the
 segment's first line. A `seal` is always the last line.
