@@ -1,7 +1,8 @@
 """Keeps `report.html` in a run directory up to date. It is the viewer's overview page, written as one file.
 
-The file is written at evaluations and checkpoints, and when the run ends, even if it ends with an error. If writing
-fails while the run is in progress, the run continues.
+The file is written at evaluations and checkpoints, and when the run ends, even if it ends with an error. The last one
+is written after the store is sealed, so it shows a complete record. If writing fails while the run is in progress, the
+run continues.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from ...tapes.common.text import logger
 from ...tapes.store.run_directory import METRICS, Results, RunDir, read_metrics
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logger("report")
+_Given = TypeVar("_Given")
 
 REPORT = "report.html"
 EVERY = 60.0
@@ -65,30 +67,40 @@ class Reporter:
         self._last = time.perf_counter()
         # This is a copy, because the loop changes the results while the thread reads them.
         results = self.run.results.model_copy(deep=True)
-        self._thread = threading.Thread(target=self._try, args=(results,), daemon=True, name="report")
+        self._thread = threading.Thread(target=self._try, args=(self._write_now, results), daemon=True, name="report")
         self._thread.start()
 
-    def _try(self, results: Results, cut: str | None = None) -> None:
+    def _try(self, work: Callable[[_Given], None], given: _Given) -> None:
         try:
-            self._write(self.overview(results, over=cut is not None, cut=cut))
+            work(given)
         except Exception as error:  # a failure here must not end the run, nor hide the error that ended it
             log.warning("%s was not written; the run is not affected (%s: %s)", self.path, type(error).__name__, error)
 
+    def _write_now(self, results: Results) -> None:
+        self.run.store.check_lead()
+        self._write(self.overview(results, over=False))
+
     def _write(self, overview: Overview) -> None:
-        self.run.store.check_lead()  # only the latest lead may write the page
+        if self.run.store.lease is not None:
+            self.run.store.lease.check()  # only the latest lead may write the page
         tokenizer = self.tokenizer
         decode = None if tokenizer is None else lambda token: str(tokenizer.decode([token]))
         write_report(self.path, self.run.path, overview, decode)
 
     def end(self, error: BaseException | None) -> None:
-        """Write the last report. `error` is the error that ended the run, or None if the run has finished."""
+        """Make the last report, which is written as soon as the store is sealed. `error` is the error that ended the
+        run, or None if the run has finished."""
         if self._thread is not None:
             self._thread.join()
         if error is None:
-            self._write(self.overview(self.run.results, over=True))
+            self.run.sealed.callback(self._write, self.overview(self.run.results, over=True))
         else:
             text = str(error).splitlines()
-            self._try(self.run.results, type(error).__name__ + (f": {text[0][:300]}" if text else ""))
+            self._try(self._end_early, type(error).__name__ + (f": {text[0][:300]}" if text else ""))
+
+    def _end_early(self, cut: str) -> None:
+        overview = self.overview(self.run.results, over=True, cut=cut)
+        self.run.sealed.callback(self._try, self._write, overview)
 
     def overview(self, results: Results, *, over: bool, cut: str | None = None) -> Overview:
         """Return the page's content. `results` are the results so far. `cut` is the error that ended the run early."""
@@ -132,7 +144,8 @@ class Reporter:
 
 @contextmanager
 def reporting(reporter: Reporter) -> Iterator[Reporter]:
-    """Write report.html from time to time during the block, and once at the end, even if an error ends the run."""
+    """Write report.html from time to time during the block, and once after the run is sealed, even if an error ends the
+    run."""
     reporter.run.listeners.append(reporter.on_line)
     try:
         yield reporter

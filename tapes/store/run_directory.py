@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import reduce
 from itertools import takewhile
@@ -145,6 +145,9 @@ class RunDir:
         self.results = results
         """The results so far. Call `save()` to write them."""
         self.store = store
+        self.sealed = ExitStack()
+        """Callbacks on this stack run after the store is sealed, while this process still holds the lease. They also
+        run if an error ends the run."""
         self.resumed = resumed
         """True if an earlier process began the run."""
         self.listeners: list[Callable[[Mapping[str, object]], None]] = []
@@ -223,7 +226,7 @@ def open_run(
     if found:
         _check_config(path, config, (*free, *changes, *engines))
     results = Results() if found else begin().model_copy(update={"format": FORMAT})
-    with Lease(path) as lease:
+    with Lease(path) as lease, ExitStack() as after_sealing:
         if (path / CONFIG).exists() != found:
             raise UsageError(f"{path} was begun by another process at the same moment; choose another path (`out=...`)")
         for name in (CONFIG, RESULTS, METRICS, RECIPES, "teacher/*"):
@@ -241,6 +244,7 @@ def open_run(
         with Store.open(path, write=True) if (path / "tapes").is_dir() else Store.create(path) as store:
             store.take_lead(lease)
             run = RunDir(path, results, store, resumed=found)
+            after_sealing.enter_context(run.sealed)
             if found:
                 if edited := store.edited():
                     raise Corrupt(f"{edited[0]}. Restore the file from a copy: a resumed run would build on the edit")

@@ -21,7 +21,8 @@ from typing import Any
 from pydantic_core import to_json
 
 from ..common.progress import Progress, silent
-from ..errors import UsageError
+from ..common.text import counted
+from ..errors import TapereelError, UsageError
 from ..store.disk import REAL, put_file
 from ..store.store import Store
 from ..store.summary import Summary
@@ -63,6 +64,8 @@ contain scripts, for example SVGs."""
 
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
+EMBEDDED, EMBEDDED_TOGETHER = 500_000, 4_000_000
+"""Maximum number of bytes of one picture in a file, and of all its pictures. Larger files are left out."""
 CALLS = 50
 """Number of calls in one part of the page's data."""
 NOT_EXPLAINED = "left out of a report; `tapereel explain` and `tapereel view` show it"
@@ -113,15 +116,20 @@ def report_of(view: RunView, overview: Overview, rows: Sequence[Summary], progre
     about = view.overview()
     integrity = about["integrity"]
     integrity["not_checked"].append("this file itself: it can be edited, and nothing here would show it")
+    media = sorted(set[str]().union(*(view.media(row.id) for row in rows)))
+    pictures, gone = _pictures(view.store, media)
+    integrity["holes"] += gone
+    about["left_out"] = []
     if len(rows) < about["tapes"]:
-        integrity["holes"].append(f"{about['tapes'] - len(rows):,} of the run's tapes are not in this file")
-    if media := set[str]().union(*(view.media(row.id) for row in rows)):
-        integrity["holes"].append(f"{len(media)} media files are not in this file")
+        about["left_out"].append(f"{len(rows):,} of the run's {about['tapes']:,} tapes are in this file.")
+    if len(pictures) + len(gone) < len(media):
+        about["left_out"].append(f"{len(pictures):,} of their {counted(len(media), 'media file')} are in this file.")
     about["rev"], about["tapes"], about["made"] = None, len(rows), time.time()
     data: dict[str, object] = {
         "run": about,
         "report": overview.model_dump(),
         "worker": static_files()[WORKER][1].decode(),
+        **pictures,
     }
     data |= {f"table-{k // SHARD}": view.columns(rows[k : k + SHARD]) for k in range(0, len(rows), SHARD)}
     points, here = view.curve()["points"], {row.id for row in rows}
@@ -133,6 +141,22 @@ def report_of(view: RunView, overview: Overview, rows: Sequence[Summary], progre
         data |= {f"{row.id}/{part}": value for part, value in _parts(view, row)}
         progress("writing tapes", k + 1, len(rows), "")
     return one_file(json_texts(data))
+
+
+def _pictures(store: Store, media: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the data URL of each picture that is small enough, by its address, and a sentence for each media file that
+    is missing or has changed."""
+    found, gone, left = dict[str, str](), list[str](), EMBEDDED_TOGETHER
+    for name in media:
+        try:
+            body = store.media.get(f"media:{name}")
+        except (TapereelError, OSError) as error:
+            gone.append(str(error))
+            continue
+        if name[64:] in IMAGES and len(body) <= min(EMBEDDED, left):
+            left -= len(body)
+            found[f"media/{name}"] = f"data:{IMAGES[name[64:]]};base64,{base64.b64encode(body).decode()}"
+    return found, gone
 
 
 def json_texts(values: dict[str, object]) -> dict[str, str]:
@@ -148,8 +172,9 @@ def one_file(data: dict[str, str]) -> str:
     # `<` is escaped, so that no text in the data can end the block or begin a comment.
     block = json.dumps(data).replace("<", "\\u003c")
     policy = (
-        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; worker-src blob:; "
-        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types tapereel"
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
+        "worker-src blob:; base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; "
+        "trusted-types tapereel"
     )
     charset = '<meta charset="utf-8">'
     head, body = static["index.html"].split("</head>")

@@ -71,7 +71,8 @@ def agent_curves(metrics: Path) -> list[Curve]:
 
 def reward_plot(name: str, metrics: Path, results: Results) -> Plot:
     """Return a plot of the mean reward per update: overall, for each agent, and on held-out tasks."""
-    curves = [reward_curve(name, metrics), *agent_curves(metrics), *held_out_curve(results)]
+    rewards = reward_curve(name, metrics)
+    curves = [rewards, *agent_curves(metrics), *held_out_curve(results, len(rewards.x))]
     levels = [
         Level(name=f"held out, {when}", value=mean)
         for when, part in (("before", results.before), ("after", results.after))
@@ -86,13 +87,15 @@ def reward_plot(name: str, metrics: Path, results: Results) -> Plot:
     )
 
 
-def held_out_curve(results: Results) -> list[Curve]:
-    """Return a list with the held-out curve over the loop's updates. It is empty if no update was evaluated."""
+def held_out_curve(results: Results, updates: int) -> list[Curve]:
+    """Return a list with the held-out curve, from the evaluation before the loop to the one after `updates` updates. It
+    is empty if no update was followed by an evaluation."""
     found = {int(update): part["sampled"].mean for update, part in results.evaluations.items()}
-    if not found:
+    for update, part in ((0, results.before), (updates, results.after)):
+        if part:
+            found[update] = part["sampled"].mean
+    if found.keys() <= {0}:
         return []
-    if results.before:
-        found[0] = results.before["sampled"].mean
     found = dict(sorted(found.items()))
     return [Curve(name="held out", x=tuple(map(float, found)), y=tuple(map(_number, found.values())), points=True)]
 

@@ -6,7 +6,7 @@ No record is skipped. A record that can't be read becomes a hole, which is an it
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from pydantic import JsonValue
@@ -31,7 +31,8 @@ def item(
         read = parse_record(body)
         found = _SHAPES[type(read)](read)
         if isinstance(read, Begin | StepRecord | Call) and read.media:
-            found["media"] = list(read.media)
+            sizes = dict(_sizes(json.loads(body)))
+            found |= {"media": list(read.media), "sizes": [sizes.get(name) for name in read.media]}
     except (ValueError, KeyError) as error:
         why = str(error).splitlines()[0]
         raw = body.decode("utf-8", "replace")
@@ -74,6 +75,19 @@ def _times(files: tuple[str, ...], content: JsonValue) -> dict[str, object]:
             at = found + len(names)
             times[found:at] = video.times
     return {"times": times} if any(time is not None for time in times) else {}
+
+
+def _sizes(value: object) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the name and the recorded (width, height) in pixels of each picture in a record's JSON. The page reserves
+    this space before the file arrives."""
+    match value:
+        case {"media": str(media), "width": int(width), "height": int(height)}:
+            yield media.removeprefix("media:"), (width, height)
+        case dict() | list():
+            for part in value.values() if isinstance(value, dict) else value:
+                yield from _sizes(part)
+        case _:
+            pass
 
 
 def _clip(name: str, text: str) -> dict[str, object]:

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from ..audit.advice import advice
 from ..audit.faults import Fault, Faults
+from ..common.config_yaml import Group
 from ..common.stats import fixed, mean
 from ..errors import OtherVersion, TapereelError
 from ..records import End as EndRecord
@@ -111,10 +112,7 @@ def overview_of(
     books, accounting = _books(store)
     edited = store.edited()
     lines = [line for line in read_metrics(metrics) if line.get("phase") == "rl"] if not edited else []
-    try:
-        settings = recorded_settings(path)
-    except OtherVersion:
-        settings = {}
+    settings = settings_of(path)
     loop = settings.get("loop") or {}
     if results is None:
         results = Results.read(path) if (path / RESULTS).exists() and not edited else Results()
@@ -146,6 +144,19 @@ def overview_of(
         config=read_file(config).decode(errors="replace") if config.exists() else "",
         versions=_versions(store),
     )
+
+
+def settings_of(path: Path) -> Group:
+    """Return the settings of the run at `path`. They are empty if they can't be read or another version wrote them."""
+    try:
+        return recorded_settings(path)
+    except OtherVersion:
+        return {}
+
+
+def trains(store: Store) -> bool:
+    """Return whether this is a training run: its configuration has a loop, or updates were recorded."""
+    return "loop" in settings_of(store.path) or bool(store.index.places("", t="use", limit=1))
 
 
 def _books(store: Store) -> tuple[Books | None, tuple[str, ...]]:

@@ -28,7 +28,7 @@ from .calls import Uses, call_detail
 from .gist import gist_of
 from .items import SHARD, columns, item, text_of
 from .live import Integrity, Live, quick, whole
-from .overview import overview_of
+from .overview import overview_of, trains
 from .tape_map import TapeMap
 
 PAGE = 100
@@ -65,6 +65,10 @@ class RunFacts(TypedDict):
     rev: str | None
     """The revision to pass to `changes`, or None if the page's data never changes."""
     integrity: Integrity
+    trains: bool
+    """Whether this is a training run, whose page opens at the overview."""
+    left_out: NotRequired[list[str]]
+    """What a file leaves out by design, one sentence each. A server leaves nothing out."""
     made: NotRequired[float]
     """When the file with the page was written, in seconds since 1970. A server doesn't set it."""
 
@@ -133,6 +137,7 @@ class RunView:
             "page": PAGE,
             "piece": PIECE,
             "rev": rev,
+            "trains": trains(self.store),
             "integrity": self._integrity(),
         }
 

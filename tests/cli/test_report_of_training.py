@@ -59,6 +59,32 @@ def test_a_run_s_page_tells_what_became_of_it_and_how_to_check_it(trained: Path)
     assert "was ended" not in told
 
 
+def test_a_finished_run_s_page_has_no_warning_and_a_running_one_s_says_that_it_is_written(
+    trained: Path, tmp_path: Path
+):
+    page = data_of(trained / "report.html")["run"]
+    integrity = page["integrity"]
+    assert [integrity[part] for part in ("broken", "holes", "live")] == [[], [], []]
+    assert page["left_out"], "the tapes that the file leaves out"
+    with open_run(tmp_path / "r", Nothing(), begin=lambda: Results(lineage="l")) as directory:
+        Reporter(directory, "t", "grpo", 4, 1)._write_now(directory.results)
+        assert data_of(tmp_path / "r" / "report.html")["run"]["integrity"]["live"]
+        with reporting(Reporter(directory, "t", "grpo", 4, 1)):
+            pass
+    assert data_of(tmp_path / "r" / "report.html")["run"]["integrity"]["live"] == []
+
+
+def test_the_held_out_line_goes_from_the_first_evaluation_to_the_last(trained: Path):
+    held_out = next(
+        one for one in overview_in(trained / "report.html")["plots"][0]["curves"] if one["name"] == "held out"
+    )
+    results = Results.read(trained)
+    assert results.before is not None
+    assert results.after is not None
+    assert held_out["x"] == [0, 1, 2, 3]
+    assert [held_out["y"][0], held_out["y"][-1]] == [results.before["sampled"].mean, results.after["sampled"].mean]
+
+
 def test_the_answer_names_the_page_and_a_run_at_work_has_one(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -99,10 +125,14 @@ class Nothing(Value):
 
 
 def test_control_c_leaves_a_page_and_no_failure_of_the_page_hides_what_ended_the_run(tmp_path: Path, caplog):
-    with open_run(tmp_path / "r", Nothing(), begin=lambda: Results(lineage="l")) as directory:
-        with pytest.raises(KeyboardInterrupt), reporting(Reporter(directory, "t", "grpo", 4, 1)):
-            raise KeyboardInterrupt
-        assert "was ended after 0 of 4 updates" in words_of(tmp_path / "r" / "report.html")
+    with (
+        open_run(tmp_path / "r", Nothing(), begin=lambda: Results(lineage="l")) as directory,
+        pytest.raises(KeyboardInterrupt),
+        reporting(Reporter(directory, "t", "grpo", 4, 1)),
+    ):
+        raise KeyboardInterrupt
+    assert "was ended after 0 of 4 updates" in words_of(tmp_path / "r" / "report.html")
+    with open_run(tmp_path / "r", Nothing(), resume=True) as directory:
         directory.results.before = {"no such": HeldOut.model_construct()}
         with pytest.raises(OSError, match="disk"), reporting(Reporter(directory, "t", "grpo", 4, 1)):
             raise OSError("the disk")

@@ -92,7 +92,8 @@ def test_a_report_holds_the_tapes_that_it_proposes_and_says_which_it_lacks(tmp_p
     write_report(tmp_path / "r.html", tmp_path / "run", found.model_copy(update={"tapes": found.tapes[:1]}), chr)
     data = data_of(tmp_path / "r.html")
     assert data["table-0"]["id"] == [found.tapes[0].tape]
-    assert [hole.split()[0] for hole in data["run"]["integrity"]["holes"]] == ["2"]
+    assert [line.split()[:5] for line in data["run"]["left_out"]] == [["1", "of", "the", "run's", "3"]]
+    assert data["run"]["integrity"]["holes"] == []
     assert data[f"{found.tapes[0].tape}/explain"]["missing"] == NOT_EXPLAINED
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ def test_a_page_holds_every_answer_of_the_server(run: Path, tmp_path: Path, caps
         assert data["curve"] == view.curve()
     assert data["behind/0"]["tapes"] == ["g0a0", "g0a1"]
     assert data["run"]["tapes"] == 3
-    assert any(hole.startswith("10 ") for hole in data["run"]["integrity"]["holes"])
+    assert data["run"]["integrity"]["holes"] == []
+    assert [line.split()[:5] for line in data["run"]["left_out"]] == [["3", "of", "the", "run's", "13"]]
 
 
 def test_a_page_without_chosen_tapes_holds_those_that_the_overview_proposes(run: Path, tmp_path: Path):
@@ -101,10 +103,19 @@ def test_a_tape_named_like_a_path_writes_nowhere_else(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
 
 
-def test_media_are_not_in_the_page_and_it_says_so(tmp_path: Path):
+def test_small_pictures_are_in_the_page_and_it_says_what_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bundle, "EMBEDDED", 100)
     with Store.create(tmp_path / "run") as store:
+        small, large, other = b"\x89PNG", b"\x89PNG" * 100, b"more"
+        names = [store.media.put(small, ".png"), store.media.put(large, ".png"), store.media.put(other, ".bin")]
         made = Recording(store, "t")
-        made.look(store.media.put(b"\x89PNG", ".png"), store.media.put(b"more", ".bin"))
+        made.look(*names)
         made.end()
     data = written(tmp_path / "run", tmp_path / "page.html", "t")
-    assert any(hole.startswith("2 media") for hole in data["run"]["integrity"]["holes"])
+    assert [key for key in data if key.startswith("media/")] == [f"media/{names[0][6:]}"]
+    assert base64.b64decode(data[f"media/{names[0][6:]}"].partition("base64,")[2]) == small
+    assert data["run"]["integrity"]["holes"] == [], "a file that was left out is not missing"
+    assert [line.split()[:4] for line in data["run"]["left_out"]] == [["1", "of", "their", "3"]]
+    (tmp_path / "run" / "tapes" / "media" / names[2][6:]).unlink()
+    holes = written(tmp_path / "run", tmp_path / "again.html", "t")["run"]["integrity"]["holes"]
+    assert [names[2][6:] in hole for hole in holes] == [True]
