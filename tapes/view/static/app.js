@@ -1,4 +1,4 @@
-// The application: the address and its view, the keys, the integrity banner, and the live tail.
+// The application: the address and its view, the keys, the badge of the verification, and the live tail.
 "use strict";
 
 const POLL_SECONDS = 1;
@@ -19,6 +19,10 @@ class App {
     this.group = new T.Group(this);
     this.tape = new T.Tape(this);
     this.view = null;
+    this.badge = T.h("details");
+    addEventListener("click", (event) => { if (!event.composedPath().includes(this.badge)) this.badge.open = false; });
+    addEventListener("beforeprint", () => { this.folded = [...document.querySelectorAll("main details:not([open])")]; for (const one of this.folded) one.open = true; });
+    addEventListener("afterprint", () => { for (const one of this.folded || []) one.open = false; });
     this.theme(localStorage.getItem("theme"));
     addEventListener("hashchange", () => this.route());
     addEventListener("keydown", (event) => this.key(event));
@@ -36,19 +40,20 @@ class App {
     document.title = `${run} · Tapereel`;
     this.integrity = this.overview.integrity;
     this.bar();
-    this.banner();
+    this.drawBadge();
     try {
       // A page that the address names does not wait for the table; the table is shown as soon as it fills a page.
-      if (!location.hash && document.documentElement.hasAttribute("data-report")) history.replaceState(null, "", "#/overview");
-      const own = /^#\/(tape|curve|overview)/.test(location.hash);
+      if (!location.hash && (this.overview.trains || !T.source.live)) history.replaceState(null, "", "#/overview");
+      const own = /^#\/(tape|group|curve|overview)/.test(location.hash);
       if (own) this.route();
       const shards = Math.ceil(tapes / shard);
       for (let k = 0; k < shards; k += 1) {
         this.rows.take(await T.source.table(k));
-        if (own ? k === shards - 1 : k === Math.min(1, shards - 1)) await (own ? this.filled() : this.route());
-        else if (k > 1) this.filled();
+        if (k === shards - 1) this.expected = this.rows.length;
+        if (!own && k === Math.min(1, shards - 1)) await this.route();
+        else if (own ? k === shards - 1 : k > 1) this.filled();
       }
-      if (!shards) this.route();
+      if (!shards && !own) this.route();
     } catch (error) { T.fill(this.main, T.failed(error)); return; }
     if (this.view === this.group) this.route();
     if (T.source.live) this.follow();
@@ -72,37 +77,37 @@ class App {
     this.pulse = T.h("span", { class: "pulse", role: "status" });
     const tab = (name, label) => T.h("a", { href: `#/${name}`, "data-view": name }, label);
     T.fill(document.getElementById("bar"), T.h("a", { href: "#/", class: "brand" }, "Tapereel"), T.h("span", { class: "run", title: o.path }, T.spelled(o.run)),
-      T.h("nav", { "aria-label": "Views" }, tab("overview", "Overview"), tab("", "Tapes"), tab("curve", "Curve")), this.pulse, T.h("span", { class: "grow" }), this.found, this.box, this.regexLabel,
+      T.h("nav", { "aria-label": "Views" }, tab("overview", "Overview"), tab("", "Tapes"), tab("curve", "Curve")), this.pulse, T.h("span", { class: "grow" }), this.integrity ? this.badge : null, this.found, this.box, this.regexLabel,
       T.button("◐", () => this.theme("other"), { class: "icon", title: "light or dark (d)", "aria-label": "Light or dark" }), T.button("?", () => this.help(), { class: "icon", title: "keys (?)", "aria-label": "Keys" }));
   }
 
   showFound(text) { this.found.textContent = T.plain(text); }
 
-  // The integrity banner
+  // The badge of the verification. Its details open below it.
 
-  banner() {
+  drawBadge() {
     const found = this.integrity;
-    const place = document.getElementById("banner");
-    if (!found) { T.fill(place); return; }
-    const titles = { holds: "Verified: every byte is as it was written", broken: "Broken: some bytes changed, or can't be read", undecided: "Unknown: the check could not decide whether this run is whole", "not verified": "Not verified: shown as it was read" };
-    const kind = found.verdict === "holds" ? "good" : found.verdict === "broken" ? "bad" : "warn";
-    const part = (title, lines) => (lines && lines.length ? [T.h("h3", null, title), T.h("ul", null, lines.slice(0, 60).map((line) => T.h("li", null, T.spelled(line))), lines.length > 60 ? T.h("li", null, `and ${T.count(lines.length - 60)} more`) : null)] : null);
-    const holes = found.holes.length ? T.chip(T.plural(found.holes.length, "hole"), "warn") : null;
-    const when = found.at ? ` at ${T.time(found.at)}` : "";
-    place.className = kind;
-    T.fill(place, T.h("details", { open: this.bannerOpen || found.broken.length > 0, ontoggle: (event) => { this.bannerOpen = event.currentTarget.open; } },
-      T.h("summary", null, T.h("span", { class: "verdict" }, (titles[found.verdict] || found.verdict) + when), holes, T.h("span", { class: "note" }, `${T.plural(found.not_checked.length, "thing")} not checked`)),
-      T.h("div", { class: "banner-body" }, T.h("div", null, part("Broken", found.broken), part("Holes", found.holes), part("Checked", found.checked)),
-        T.h("div", null, part("Not checked", found.not_checked), found.live.length ? part("Not sealed: still being written, or their writer died", found.live) : null, found.head ? [T.h("h3", null, "Head"), T.h("code", null, T.spelled(found.head))] : null))),
-    T.source.live ? T.button(this.verifying ? "Verifying…" : found.kind === "verify" ? "Verify again" : "Verify every byte", () => this.verify(), { disabled: Boolean(this.verifying) }) : null);
+    const kinds = { holds: ["good", "✓", "Verified"], broken: ["bad", "✗", "Broken: some bytes changed"], undecided: ["warn", "?", "Undecided"] };
+    const holes = found.holes.length > 0;
+    const [kind, mark, label] = kinds[found.verdict] || (holes ? ["warn", "!", T.plural(found.holes.length, "hole")] : ["plain", "◇", "Lines checked"]);
+    const titles = { holds: "Every byte is as it was written", broken: "Broken: some bytes changed, or can't be read", undecided: "The check could not decide whether this run is whole" };
+    const part = (title, lines) => (lines.length ? [T.h("h3", null, title), T.h("ul", null, lines.slice(0, 60).map((line) => T.h("li", null, T.spelled(line))), lines.length > 60 ? T.h("li", null, `and ${T.count(lines.length - 60)} more`) : null)] : null);
+    this.badge.className = `badge ${kind}`;
+    T.fill(this.badge, T.h("summary", { title: "what was verified" }, T.h("span", { class: "verdict" }, mark, T.h("span", { class: "label" }, ` ${label}`))),
+      T.h("div", { class: "badge-body" },
+        T.h("h2", null, titles[found.verdict] || "Each line was checked as it was read", found.at ? T.h("small", null, ` at ${T.time(found.at)}`) : null),
+        T.source.live ? T.button(this.verifying ? "Verifying…" : found.kind === "verify" ? "Verify again" : "Verify every byte", () => this.verify(), { disabled: Boolean(this.verifying) }) : null,
+        part("Broken", found.broken), part("Holes", found.holes), part("Checked", found.checked), part("Not checked", found.not_checked),
+        part("Not sealed: still being written, or their writer died", found.live), part("Not in this file", this.overview.left_out || []),
+        found.head ? [T.h("h3", null, "Head"), T.h("code", null, T.spelled(found.head))] : null));
   }
 
   async verify() {
     this.verifying = true;
-    this.banner();
+    this.drawBadge();
     try { this.integrity = await T.source.verify(); } catch (error) { T.toast(error.message); }
     this.verifying = false;
-    this.banner();
+    this.drawBadge();
   }
 
   // The live tail
@@ -121,11 +126,11 @@ class App {
     this.pulse.className = "pulse";
     if (found.reset) { location.reload(); return; }
     this.pulse.textContent = found.integrity ? "live" : this.pulse.textContent === "not connected" ? "" : this.pulse.textContent;
-    if (found.integrity && this.integrity.kind === "quick" && !this.verifying) { this.integrity = found.integrity; this.banner(); }
+    if (found.integrity && this.integrity.kind === "quick" && !this.verifying) { this.integrity = found.integrity; this.drawBadge(); }
     else if (found.integrity && this.integrity.kind === "verify" && !this.stale) {
       this.stale = true;
       this.integrity = { ...this.integrity, not_checked: ["records written since the verification", ...this.integrity.not_checked] };
-      this.banner();
+      this.drawBadge();
     }
     if (!found.n) { this.pulse.classList.toggle("quiet", true); return; }
     this.pulse.textContent = "live";
@@ -169,9 +174,14 @@ class App {
     try { parts = path.split("/").slice(1).map(decodeURIComponent); } catch { parts = [""]; }
     try {
       if (parts[0] === "tape" && parts[1]) { if (!this.table.base) await this.table.set(""); this.show(this.tape); await this.tape.open(parts[1], parts[2], parts[3]); }
-      else if (parts[0] === "group" && parts[1]) { this.show(this.group); await this.group.open(parts[1]); }
+      else if (parts[0] === "group" && parts[1]) {
+        this.show(this.group);
+        // The attempts of a group may be anywhere in the table, so all of it is read first.
+        if (this.rows.length < this.expected) T.fill(this.group.root, T.loading("Reading the tapes…"));
+        else await this.group.open(parts[1], parts[2]);
+      }
       else if (parts[0] === "overview") { this.show(this.overviewPage); await this.overviewPage.open(); }
-      else if (parts[0] === "curve") { this.show(this.curve); await this.curve.open(); }
+      else if (parts[0] === "curve") { this.show(this.curve); await this.curve.open(parts[1], parts[2]); }
       else { this.show(this.table); await this.table.set(query || ""); }
     } catch (error) { T.toast(error.message); }
   }
@@ -183,6 +193,7 @@ class App {
     if (event.key === "Escape") {
       const dialog = document.querySelector("dialog");
       if (dialog) dialog.close();
+      else if (this.badge.open) this.badge.open = false;
       else if (writing) { writing.blur(); this.main.focus(); }
       else if (this.view === this.tape) { this.box.value = ""; this.tape.search("", false); }
       return;

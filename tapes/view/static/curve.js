@@ -12,12 +12,13 @@ T.Curve = class {
     this.phase = null;
   }
 
-  async open() {
-    T.fill(this.root, T.h("p", { class: "state" }, "Reading the updates…"));
+  async open(phase, at) {
+    if (phase) this.phase = phase;
+    T.fill(this.root, T.loading("Reading the updates…"));
     try {
       const { points } = await T.source.curve();
       this.points = points;
-      this.draw();
+      this.draw(Number(at));
     } catch (error) { T.fill(this.root, T.failed(error)); }
   }
 
@@ -29,30 +30,33 @@ T.Curve = class {
     for (let at = 0; at < order.length; at += size) {
       const part = order.slice(at, at + size);
       const scored = part.map((row) => rows.columns.reward[row]).filter((reward) => reward !== null);
-      found.push({ part, tapes: part.length, scored: scored.length, label: `tapes ${T.count(at + 1)} to ${T.count(at + part.length)}`,
+      found.push({ from: at + 1, tapes: part.length, scored: scored.length, label: `tapes ${T.count(at + 1)} to ${T.count(at + part.length)}`,
         reward: scored.length ? scored.reduce((a, b) => a + b, 0) / scored.length : null });
     }
     return found;
   }
 
-  draw() {
+  draw(at) {
     const phases = [...new Set(this.points.map((point) => point.phase))];
     if (!phases.includes(this.phase)) this.phase = phases.includes("rl") ? "rl" : phases[0];
     const trained = phases.length > 0;
     const points = trained ? this.points.filter((point) => point.phase === this.phase) : this.stretches();
+    if (!trained && this.app.rows.length < this.app.expected) { T.fill(this.root, T.loading("Reading the tapes…")); return; }
     if (!points.length) { T.fill(this.root, T.state("No point yet", "The run has no update and no scored tape yet.")); return; }
     const tabs = T.h("div", { class: "statuses", role: "group", "aria-label": "Phase" }, phases.map((phase) =>
-      T.button(phase, () => { this.phase = phase; this.draw(); }, { class: "status-filter", "aria-pressed": String(phase === this.phase) })));
+      T.button(phase, () => { this.phase = phase; this.app.rename(this.address()); this.draw(); }, { class: "status-filter", "aria-pressed": String(phase === this.phase) })));
     const holes = points.filter((point) => point.reward === null).length;
     const skipped = points.filter((point) => point.skipped).length;
     const what = trained ? "Mean reward of the tapes that each update took" : "Mean reward of the tapes, in the order in which they began";
     this.sentenceLine = T.h("p", { class: "note", role: "status" }, "Point at the curve, or step along it with the arrow keys; Enter opens the tapes behind a point.");
-    T.fill(this.root, T.h("h2", null, what), tabs, this.chart(points, trained), this.sentenceLine,
+    T.fill(this.root, T.h("h2", null, what), tabs, this.chart(points, trained, at), this.sentenceLine,
       T.h("p", { class: "note" }, `The thick line is the mean of ${MEAN_OF} points.`,
         holes ? ` ${T.plural(holes, "point")} without any scored tape: gaps.` : "", skipped ? ` ${T.plural(skipped, "update")} recorded but not applied: hollow.` : ""));
   }
 
-  chart(points, trained) {
+  address(at) { return ["#/curve", this.phase || (at === undefined ? undefined : "tapes"), at].filter((part) => part !== undefined).map((part, k) => (k ? encodeURIComponent(part) : part)).join("/"); }
+
+  chart(points, trained, chosen) {
     // The drawing is scaled to its place: in a narrow one, fewer units keep its numbers legible.
     const [width, height] = innerWidth > 720 ? [1000, 380] : [420, 300];
     const [left, bottom, top, right] = [52, 34, 14, 14];
@@ -100,9 +104,10 @@ T.Curve = class {
     chart.addEventListener("pointermove", (event) => point(place(event)));
     chart.addEventListener("click", (event) => { point(place(event)); this.behind(points[at], trained); });
     chart.addEventListener("keydown", (event) => {
-      if (event.key === "ArrowRight" || event.key === "ArrowLeft") { point(at + (event.key === "ArrowRight" ? 1 : -1)); event.preventDefault(); }
+      if (event.key === "ArrowRight" || event.key === "ArrowLeft") { point(at + (event.key === "ArrowRight" ? 1 : -1)); this.app.rename(this.address(at)); event.preventDefault(); }
       if (event.key === "Enter" && at >= 0) this.behind(points[at], trained);
     });
+    if (chosen >= 0) point(chosen);
     return chart;
   }
 
@@ -114,9 +119,7 @@ T.Curve = class {
 
   behind(point, trained) {
     if (trained) { this.app.go(`#/?update=${point.k}`); return; }
-    const { rows } = this.app;
-    this.app.stretch = new Set(point.part.map((row) => rows.ids[row]));
-    this.app.go("#/?update=stretch");
+    this.app.go(`#/?update=tapes-${point.from}-${point.from + point.tapes - 1}`);
   }
 
   close() {}

@@ -9,7 +9,7 @@ T.Group = class {
     this.root = T.h("div", { class: "group-view" });
   }
 
-  async open(group) {
+  async open(group, at) {
     const { rows } = this.app;
     const code = rows.columns.group.number.get(group);
     const found = [];
@@ -18,8 +18,9 @@ T.Group = class {
     found.sort((a, b) => a.attempt - b.attempt || a.begun - b.begun);
     this.found = found;
     this.shown = Math.min(found.length, ATTEMPTS);
-    this.at = 0;
-    T.fill(this.root, T.h("p", { class: "state" }, "Reading the attempts…"));
+    this.at = Math.max(0, Math.min(this.shown - 1, Number(at) || 0));
+    this.group = group;
+    T.fill(this.root, T.loading("Reading the attempts…"));
     await this.draw(group);
   }
 
@@ -78,6 +79,7 @@ T.Group = class {
   move(by) {
     if (!this.found) return;
     this.at = Math.max(0, Math.min(this.shown - 1, this.at + by));
+    this.app.rename(`#/group/${encodeURIComponent(this.group)}/${this.at}`);
     this.root.querySelectorAll("thead th").forEach((heading, k) => {
       heading.classList.toggle("chosen", k === this.at + 1);
       if (k === this.at + 1) heading.scrollIntoView({ block: "nearest", inline: "nearest" });

@@ -110,7 +110,7 @@ T.Inspector = class {
   }
 
   call(place, call, more, range) {
-    const own = { advantages: more.advantages ? more.advantages[call.call] : null, ratios: more.ratios ? more.ratios[call.call] : null, weights: more.weights, missing: more.missing };
+    const own = { advantages: more.advantages ? more.advantages[call.call] : null, ratios: more.ratios ? more.ratios[call.call] : null, weights: more.weights, missing: more.missing, asking: more.asking, decodes: more.decodes };
     const tabs = { Request: () => this.request(call), Changes: () => this.changes(call), Tokens: () => this.tokens(call, own, range), Training: () => this.training(call, more) };
     if (range && this.tab === "Request" && !this.picked) this.tab = "Tokens";
     const pane = T.h("div", { class: "tab-pane", role: "tabpanel" });

@@ -4,6 +4,7 @@
 
 const TALLEST = 8e6;
 const OVERSCAN = 400;
+const PRINTED = 5000;
 
 T.List = class {
   // `draw(k)` gives the element of row k; `height` is the estimate for a row that is not measured yet.
@@ -18,6 +19,20 @@ T.List = class {
     place.addEventListener("scroll", () => this.scrolled(), { passive: true });
     this.watch = new ResizeObserver(() => { if (place.isConnected) { this.remeasure = true; this.paint(); } });
     this.watch.observe(place);
+    // A row may grow after it was drawn: a picture arrives, or a fold opens.
+    this.grown = fixed ? null : new ResizeObserver((seen) => {
+      if (this.printing || !place.isConnected || !seen.some(({ target }) => target.isConnected && Math.abs(target.offsetHeight - this.heights[target.listed]) >= 0.5)) return;
+      this.remeasure = true;
+      this.paint();
+    });
+    addEventListener("beforeprint", () => this.print(true));
+    addEventListener("afterprint", () => this.print(false));
+  }
+
+  // Paper doesn't scroll: while the page is printed, rows are drawn one below the other, up to a number of them.
+  print(printing) {
+    this.printing = printing;
+    if (this.place.isConnected) this.redraw();
   }
 
   setCount(count) {
@@ -38,13 +53,12 @@ T.List = class {
 
   // Remove all drawn rows, and draw again.
   redraw() {
-    for (const made of this.drawn.values()) made.remove();
-    this.drawn.clear();
+    for (const [k, made] of this.drawn) this.drop(k, made);
     this.paint();
   }
 
   refresh(from, to) {
-    for (const k of [...this.drawn.keys()]) if (k >= from && k < to) { this.drawn.get(k).remove(); this.drawn.delete(k); }
+    for (const k of [...this.drawn.keys()]) if (k >= from && k < to) this.drop(k, this.drawn.get(k));
     this.paint();
   }
 
@@ -115,7 +129,9 @@ T.List = class {
   }
 
   paint() {
-    if (!this.place.isConnected || !this.view) return;
+    if (!this.place.isConnected) return;
+    if (this.printing) { this.keep(0, Math.min(this.count, PRINTED) - 1); return; }
+    if (!this.view) return;
     if (!this.count) { this.canvas.style.height = "0"; return; }
     this.read();
     for (let round = 0; round < 4; round += 1) {
@@ -142,20 +158,30 @@ T.List = class {
   }
 
   keep(first, last) {
-    for (const [k, made] of this.drawn) if (k < first || k > last) { made.remove(); this.drawn.delete(k); }
+    for (const [k, made] of this.drawn) if (k < first || k > last) this.drop(k, made);
     const fresh = [];
-    for (let k = first; k <= last; k += 1) {
-      if (this.drawn.has(k)) continue;
-      const made = this.draw(k);
-      made.classList.add("row");
-      if (this.fixed) made.style.height = `${this.height}px`;
-      // Elements are in the order of the list, for screen readers and for the Tab key.
-      const after = Math.min(...[...this.drawn.keys()].filter((other) => other > k));
-      this.drawn.set(k, made);
-      this.canvas.insertBefore(made, this.drawn.get(after) || null);
-      fresh.push(k);
+    let next = null;
+    for (let k = last; k >= first; k -= 1) {
+      let made = this.drawn.get(k);
+      if (!made) {
+        made = this.draw(k);
+        made.classList.add("row");
+        made.listed = k;
+        if (this.fixed) made.style.height = `${this.height}px`;
+        this.drawn.set(k, made);
+        this.canvas.insertBefore(made, next); // elements are in the order of the list, for screen readers and the Tab key
+        if (this.grown) this.grown.observe(made);
+        fresh.push(k);
+      }
+      next = made;
     }
     return fresh;
+  }
+
+  drop(k, made) {
+    if (this.grown) this.grown.unobserve(made);
+    made.remove();
+    this.drawn.delete(k);
   }
 
   // Bring row k into view: to the top where `where` is "top", else by the smallest move.

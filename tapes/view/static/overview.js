@@ -14,7 +14,7 @@ T.Overview = class {
   }
 
   async open() {
-    T.fill(this.root, T.h("p", { class: "state" }, "Reading the run…"));
+    T.fill(this.root, T.loading("Reading the run…"));
     try {
       this.overview = await T.source.report();
       this.draw();
@@ -32,6 +32,7 @@ T.Overview = class {
     const whole = (title, values, unit, digits) => when(Object.keys(values), () => this.whole(title, Object.entries(values), unit, digits));
     T.fill(this.root,
       T.h("h2", { class: "title" }, text(o.title)), T.h("p", { class: "note" }, text(o.subtitle)),
+      (this.app.overview.left_out || []).length ? T.h("p", { class: "note left-out" }, this.app.overview.left_out.join(" "), " ", T.h("code", null, "tapereel view"), " on the run shows all.") : null,
       o.notes.map((note) => T.h("p", { class: "card notice" }, text(note))),
       T.h("div", { class: "cards" }, o.facts.map((fact) => T.h("dl", { class: "card" }, T.h("dt", null, text(fact.label)), T.h("dd", null, text(fact.value)), fact.note ? T.h("dd", { class: "note" }, text(fact.note)) : null))),
       wide.map((plot) => section(text(plot.title), this.figure(plot))),

@@ -48,6 +48,7 @@ class ServerSource {
   report() { return this.ask("api/report"); }
   behind(k) { return this.ask(`api/behind/${k}`); }
   verify() { return this.ask("api/verify"); }
+  media(name) { return `media/${name}`; }
   head(tape) { return this.kept(this.of(tape)); }
   items(tape, page) { return this.kept(`${this.of(tape)}/items/${page}`); }
   turns(tape, page) { return this.kept(`${this.of(tape)}/turns/${page}`); }
@@ -114,6 +115,8 @@ class ReportSource {
     }
     throw new Error(`tape ${tape} has no ${step === undefined ? `call ${call}` : `step ${step}`}`);
   }
+  // The address of a media file; null where this report doesn't hold it.
+  media(name) { const found = this.data[`media/${name}`]; return found === undefined ? null : JSON.parse(found); }
   async verify() { throw new Error("a report can't be verified: verify the run"); }
   forget() {}
   async worker() {

@@ -33,6 +33,7 @@ T.Table = class {
   // The filters of a link: `?status=error&reward…`.
   set(query) {
     this.filter = {};
+    this.chosen = new URLSearchParams(query).get("row");
     for (const [name, value] of new URLSearchParams(query)) {
       if (!FILTERS.includes(name) || value === "") continue;
       this.filter[name] = name === "min" || name === "max" ? Number(value) : value;
@@ -43,20 +44,25 @@ T.Table = class {
   }
 
   change(changes) {
-    const next = { ...this.filter, ...changes };
+    this.filter = { ...this.filter, ...changes };  // the address changes a moment later, and another change may come before
+    this.app.go(this.address());
+  }
+
+  // The list with its filters, its order and the row that the user chose.
+  address() {
     const query = new URLSearchParams();
-    for (const name of FILTERS) if (next[name] !== undefined && next[name] !== "" && next[name] !== false) query.set(name, next[name]);
+    for (const [name, value] of [...FILTERS.map((name) => [name, this.filter[name]]), ["row", this.chosen]]) {
+      if (value !== undefined && value !== null && value !== "" && value !== false) query.set(name, value);
+    }
     const text = query.toString();
-    this.filter = next;  // the address changes a moment later, and another change may come before
-    this.app.go(text ? `#/?${text}` : "#/");
+    return text ? `#/?${text}` : "#/";
   }
 
   async apply() {
     const asked = (this.asked = {});
     this.stopSearch();
     const filter = { ...this.filter };
-    if (filter.update === "stretch") filter.among = this.app.stretch || new Set();
-    else if (filter.update !== undefined) {
+    if (filter.update !== undefined && !filter.update.startsWith("tapes-")) {
       const { tapes } = await T.source.behind(Number(filter.update));
       filter.among = new Set(tapes);
     }
@@ -64,17 +70,19 @@ T.Table = class {
     this.base = filter;
     this.hits = null;
     this.select();
+    if (this.chosen) this.list.show(this.at);
     if (filter.text) await this.search(filter, asked);
   }
 
-  // Select the rows that fit the filters; the chosen row stays chosen.
+  // Select the rows that fit the filters. The row that the user chose stays chosen; without one it is the first.
   select() {
     const { rows } = this.app;
-    const chosen = this.found[this.at] !== undefined ? rows.ids[this.found[this.at]] : null;
     const filter = { ...this.base };
+    const [, from, to] = /^tapes-(\d+)-(\d+)$/.exec(filter.update) || [];
+    if (from) filter.among = new Set(rows.select({ sort: "oldest" }).slice(from - 1, to).map((row) => rows.ids[row]));
     if (this.hits) filter.among = filter.among ? new Set([...filter.among].filter((id) => this.hits.has(id))) : this.hits;
     this.found = rows.select(filter);
-    this.at = Math.max(0, this.found.indexOf(rows.number.get(chosen)));
+    this.at = Math.max(0, this.found.indexOf(rows.number.get(this.chosen)));
     this.tell();
     this.drawStatus();
     if (this.list.count !== this.found.length) this.list.setCount(this.found.length);
@@ -220,10 +228,17 @@ T.Table = class {
 
   choose(k) {
     const before = this.at;
-    this.at = k;
+    this.take(k);
     this.list.refresh(before, before + 1);
     this.list.refresh(k, k + 1);
     this.list.show(k);
+  }
+
+  // Row k is the one that the user chose. Its address survives a reload.
+  take(k) {
+    this.at = k;
+    this.chosen = this.app.rows.ids[this.found[k]];
+    if (this.app.view === this) this.app.rename(this.address());
   }
 
   failed(by) {
@@ -233,7 +248,7 @@ T.Table = class {
 
   open(k = this.at) {
     if (this.found[k] === undefined) return;
-    this.at = k;
+    this.take(k);
     this.app.go(`#/tape/${encodeURIComponent(this.app.rows.ids[this.found[k]])}`);
   }
 
@@ -242,7 +257,7 @@ T.Table = class {
     const k = this.found.indexOf(this.app.rows.number.get(tape));
     const next = this.found[k + by];
     if (k < 0 || next === undefined) return null;
-    this.at = k + by;
+    this.take(k + by);
     return this.app.rows.ids[next];
   }
 };

@@ -1,6 +1,8 @@
 // One tape: outline, transcript and inspector. Links name steps and calls, so they stay valid when a run is indexed again.
 "use strict";
 
+const THUMBNAIL = 160;
+
 T.Tape = class {
   constructor(app) {
     this.app = app;
@@ -114,7 +116,7 @@ T.Tape = class {
     if (!found) {
       found = { rows: null, error: null };
       store.set(k, found);
-      while (store.size > 12) store.delete(store.keys().next().value);
+      while (store.size > 12 && !this.list.printing) store.delete(store.keys().next().value);
       T.source[kind](id, k).then((read) => { found.rows = kind === "items" ? read.items : read.turns; }, (error) => { found.error = error; })
         .then(() => { if (id === this.id) (kind === "items" ? this.list : this.turnList).refresh(k * this.size, (k + 1) * this.size); });
     } else { store.delete(k); store.set(k, found); }
@@ -178,24 +180,29 @@ T.Tape = class {
 
   // The files of an item in a row. Frames of a video have times.
   files(item) {
-    return item.media ? T.h("div", { class: "files" }, item.media.map((name, k) => this.media(name, (item.times || [])[k]))) : null;
+    return item.media ? T.h("div", { class: "files" }, item.media.map((name, k) => this.media(name, (item.times || [])[k], (item.sizes || [])[k]))) : null;
   }
 
-  media(name, time) {
+  media(name, time, size) {
+    if (!T.source.media(name)) return T.h("p", { class: "note" }, `media file ${name.slice(0, 12)}…${name.slice(64)} is not in this file`);
     const made = /\.(png|jpe?g|gif|webp)$/.test(name)
-      ? this.picture(name, time)
+      ? this.picture(name, time, size)
       : T.h("a", { href: `media/${name}`, download: true }, `media file ${name.slice(0, 12)}…${name.slice(64)}`);
     made.addEventListener("error", () => made.replaceWith(T.h("p", { class: "hole" }, `media file ${name.slice(0, 12)}… is gone or does not hold what its name says`)), true); // an image's error doesn't bubble
     return made;
   }
 
-  // A thumbnail; a click shows the whole file. Its size is that of the file that arrived.
-  picture(name, time) {
-    const image = T.h("img", { src: `media/${name}`, alt: "an image of this record", loading: "lazy", class: "media" });
+  // A thumbnail; a click on a server's page shows the whole file. It takes its place before the file arrives: at the
+  // recorded size, scaled to the thumbnail's height, or in a square if the size isn't recorded.
+  picture(name, time, size) {
+    const [width, height] = size || [THUMBNAIL, THUMBNAIL];
+    const scale = Math.min(1, THUMBNAIL / height);
+    const source = T.source.media(name);
+    const image = T.h("img", { src: source, alt: "an image of this record", loading: "lazy", class: size ? "media" : "media unsized", width: Math.max(1, Math.round(width * scale)), height: Math.max(1, Math.round(height * scale)) });
     const when = typeof time === "number" ? `${time.toFixed(1)} s ` : "";
     const says = T.h("figcaption", { class: "note" }, when + name.slice(0, 12));
     image.addEventListener("load", () => { says.textContent = `${when}${image.naturalWidth}x${image.naturalHeight} ${name.slice(0, 12)}`; });
-    return T.h("figure", { class: "media" }, T.h("a", { href: `media/${name}`, target: "_blank", rel: "noopener", title: name }, image), says);
+    return T.h("figure", { class: "media" }, T.source.live ? T.h("a", { href: source, target: "_blank", rel: "noopener", title: name }, image) : image, says);
   }
 
   clicked(event) {

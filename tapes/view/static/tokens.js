@@ -46,7 +46,7 @@ T.tokenPane = (call, more, chosen, choose, range) => {
   const place = T.h("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "Completion tokens" });
   const missing = { ratio: !more.ratios, advantage: !more.advantages };
   const pick = T.h("select", { "aria-label": "Colour tokens by", onchange: (event) => choose(event.target.value) },
-    T.COLOURS.map(([value, label]) => T.h("option", { value }, missing[value] ? `${label} (none here)` : label)));
+    T.COLOURS.map(([value, label]) => T.h("option", { value }, missing[value] && !more.asking ? `${label} (none here)` : label)));
   pick.value = chosen;
   const versions = [...new Set(call.token_versions.filter((version) => version !== null))];
   const legend = chosen === "version" ? [...versions.map((version, k) => [`v${k % 6}`, version]), ["unknown", "unknown"]] : LEGENDS[chosen];
@@ -95,5 +95,5 @@ T.tokenPane = (call, more, chosen, choose, range) => {
   return T.h("div", { class: "token-pane" },
     T.h("div", { class: "line" }, T.h("label", null, "colour by ", pick), T.h("span", { class: "legend" }, legend.map(([kind, label]) => T.h("span", null, T.h("i", { class: `tok ${kind}` }, " "), T.spelled(label))))),
     why, chosen === "ratio" && more.weights ? T.h("p", { class: "note" }, "probability by ", T.spelled(more.weights), " over that at sampling") : null, place, details,
-    call.pieces || !call.ids.length ? null : T.h("p", { class: "note" }, more.asking ? "Tokens are shown by id until the run's tokenizer is loaded." : "The run has no tokenizer here, so tokens are shown by id."));
+    call.pieces || !call.ids.length ? null : T.h("p", { class: "note" }, more.asking ? "Loading the tokenizer: tokens are shown by id until then." : more.decodes === false ? "The run has no tokenizer here, so tokens are shown by id." : "Tokens are shown by id."));
 };

@@ -30,7 +30,7 @@ def _tapes(page: Any) -> list[str]:
     return page.eval_on_selector_all(".trow[data-tape]", "rows => rows.map(row => row.dataset.tape)")
 
 
-def _open(page: Any, server: Any, where: str = "") -> None:
+def _open(page: Any, server: Any, where: str = "#/") -> None:
     page.goto(f"{server.url}{where}")
     page.wait_for_function("() => T.app.rows.length > 0")
 
@@ -276,8 +276,11 @@ def test_a_run_without_training_has_a_curve_of_stretches(page, tmp_path: Path):
         _open(page, server, "#/curve")
         page.wait_for_selector(".chart .dot")
         page.locator(".chart .dot").last.click()
-        page.wait_for_function("() => T.app.table.found.length === 1 && location.hash === '#/?update=stretch'")
+        page.wait_for_function("() => T.app.table.found.length === 1 && location.hash === '#/?update=tapes-3-3'")
         assert _tapes(page) == ["t2"]
+        page.reload()
+        page.wait_for_function("() => T.app.table.found.length === 1")
+        assert _tapes(page) == ["t2"], "the address alone names them"
 
 
 def test_a_running_experiment_is_followed(page, tmp_path: Path):
@@ -378,7 +381,7 @@ def test_light_and_dark_follow_the_system_and_the_button(page, server):
 
 def test_a_telephone_has_all_of_it_within_its_width(page, server):
     page.set_viewport_size({"width": 390, "height": 844})
-    for where, shown in (("", ".trow"), ("#/tape/g0a0", "#find"), ("#/curve", ".chart .tick")):
+    for where, shown in (("#/", ".trow"), ("#/tape/g0a0", "#find"), ("#/curve", ".chart .tick")):
         _open(page, server, where)
         page.locator(shown).first.wait_for(state="attached")
         beyond = "[...document.querySelectorAll('#bar *')].filter((e) => e.getBoundingClientRect().right > innerWidth)"
@@ -408,21 +411,25 @@ def test_a_link_holds_when_the_run_is_indexed_again(page, tmp_path: Path):
     page.trouble[:] = [text for text in page.trouble if "404" not in text]
 
 
-def test_the_banner_says_what_was_checked(page, server):
+def test_a_badge_says_what_was_checked(page, server):
     _open(page, server)
-    banner = page.locator("#banner")
-    assert "Not verified" in banner.inner_text()
-    banner.locator("summary").click()
+    badge = page.locator(".badge")
+    assert badge.get_attribute("class") == "badge plain", "nothing is wrong"
+    assert badge.bounding_box()["y"] + badge.bounding_box()["height"] <= page.locator("#bar").bounding_box()["height"]
+    badge.locator("summary").click()
     assert (
         "pins, media files, the prefixes of forks and the accounting of tokens: verify checks them"
-        in banner.inner_text()
+        in badge.inner_text()
     )
-    banner.get_by_role("button", name="Verify every byte").click()
-    banner.locator(".verdict", has_text="Verified: every byte is as it was written").wait_for()
-    assert "what agents, environments, models and training did" in banner.inner_text()
+    badge.get_by_role("button", name="Verify every byte").click()
+    badge.locator(".verdict", has_text="Verified").wait_for()
+    assert badge.get_attribute("class") == "badge good"
+    assert "what agents, environments, models and training did" in badge.inner_text()
+    page.keyboard.press("Escape")
+    assert not badge.evaluate("one => one.open")
 
 
-def test_a_changed_byte_opens_the_banner(page, tmp_path: Path):
+def test_a_changed_byte_is_told_loudly(page, tmp_path: Path):
     run = training_run(tmp_path / "run")
     (segment,) = (run / "tapes").glob("*.jsonl")
     (run / "tapes" / "index.sqlite").unlink(missing_ok=True)
@@ -431,10 +438,10 @@ def test_a_changed_byte_opens_the_banner(page, tmp_path: Path):
     segment.write_bytes(data[:at] + b"GO on" + data[at + 5 :])
     with served(run) as server:
         _open(page, server)
-        banner = page.locator("#banner")
-        assert banner.locator("details").get_attribute("open") is not None
-        assert "Broken: some bytes changed" in banner.inner_text()
-        assert segment.stem in banner.inner_text()
+        badge = page.locator(".badge.bad")
+        assert "Broken" in badge.inner_text()
+        badge.locator("summary").click()
+        assert segment.stem in badge.inner_text()
 
 
 def test_a_fork_shows_what_it_inherited_and_where_it_began(page, server):
