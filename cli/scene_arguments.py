@@ -100,6 +100,11 @@ def take_over(args: argparse.Namespace, out: str | Path) -> None:
         end_lease(out)
 
 
+def as_given(path: str, run: str, out: str | Path) -> str:
+    """Return a path in the run directory `run`, written with `out`, the path of this directory as the user gave it."""
+    return str(Path(out) / Path(path).relative_to(run)) if Path(path).is_relative_to(run) else path
+
+
 @contextmanager
 def resumable(args: argparse.Namespace, out: str | Path, config: str = CONFIG, *more: str) -> Iterator[None]:
     """If Ctrl-C ends the block, add the command that continues the run in `out` to the KeyboardInterrupt. `config` is

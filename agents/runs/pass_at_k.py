@@ -57,9 +57,9 @@ class Interval(Value):
 
     @property
     def signed(self) -> str:
-        """A difference as text, with its sign, and with a note if 0 is outside the interval."""
-        spans = self.low is None or self.high is None or self.low <= 0 <= self.high
-        return interval(self.value, self.low, self.high, "+.3f") + ("" if spans else "  (does not span 0)")
+        """A difference as text, with its sign, and with a note if the whole interval is above or below 0."""
+        side = "" if self.low is None or self.high is None else "above" if self.low > 0 else "below" * (self.high < 0)
+        return interval(self.value, self.low, self.high, "+.3f") + (f" (clearly {side} 0)" if side else "")
 
 
 class Scores(Value):

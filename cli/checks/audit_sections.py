@@ -32,15 +32,18 @@ def _tokens(books: Books) -> Section:
     rows = [
         (place.replace("_", " "), f"{n:,}", _share(n / books.sampled if books.sampled else None))
         for place, n in books.tokens.items()
+        if n
     ]
-    rows += [("together", f"{sum(books.tokens.values()):,}", ""), ("sampled", f"{books.sampled:,}", "")]
-    notes = [
-        f"in addition: {books.authored:,} authored tokens, {books.authored_trained:,} of them trained on; "
-        f"{books.applied:,} token-updates applied"
-    ]
+    if books.sampled or rows:
+        rows += [("together", f"{sum(books.tokens.values()):,}", ""), ("sampled", f"{books.sampled:,}", "")]
+    notes = []
+    if books.authored:
+        notes.append(f"in addition: {books.authored:,} authored tokens, {books.authored_trained:,} of them trained on")
+    if books.applied:
+        notes.append(f"{books.applied:,} token-updates applied")
     if books.textual:
         notes.append(f"{books.textual:,} calls of engines that return only text: their tokens appear only in the cost")
-    return Section(("tokens", "#number", "#share"), rows, "sampled tokens", notes=tuple(notes))
+    return Section(("tokens", "#number", "#share"), rows, "sampled tokens", "none", tuple(notes))
 
 
 def _ends(books: Books, audit: Audit) -> Section:
@@ -56,11 +59,10 @@ def _ends(books: Books, audit: Audit) -> Section:
         )
         for end in audit.ends
     ]
-    ended = (
-        f"{audit.tapes:,} episodes began, {audit.tapes - audit.open:,} ended and {audit.open:,} are open; "
-        f"{audit.unscored:,} of the ended ones are unscored, which doesn't count as reward 0"
-    )
-    whole = f"the whole run: {books.begun:,} began, {books.ended:,} ended, {books.open:,} are open"
+    ended = f"{audit.tapes:,} episodes began, {_ended(audit.tapes - audit.open, audit.open)}"
+    if audit.unscored:
+        ended += f"; {audit.unscored:,} of the ended ones are unscored, which doesn't count as reward 0"
+    whole = f"the whole run: {books.begun:,} began, {_ended(books.ended, books.open)}"
     notes = (ended,) if audit.tapes == books.begun else (ended, whole)
     return Section(
         ("end", "#number", "#unscored", "trained on", "#tokens", "#seconds", "tapes"),
@@ -72,13 +74,15 @@ def _ends(books: Books, audit: Audit) -> Section:
     )
 
 
+def _ended(ended: int, open: int) -> str:
+    return f"{ended:,} ended and {open:,} are open" if open else "all of them ended"
+
+
 def _lengths(audit: Audit, length: str) -> Section:
-    rows = [
-        (name, f"{ended:,}", f"{lost:,}", _share(lost / ended)) for name, (ended, lost) in audit.lost_by(length).items()
-    ]
-    return Section(
-        (length, "#ended", "#never trained on", "#share"), rows, f"attrition by length in {length}", "no episode ended"
-    )
+    found = audit.lost_by(length)
+    rows = [(name, f"{ended:,}", f"{lost:,}", _share(lost / ended)) for name, (ended, lost) in found.items() if lost]
+    headings = (length, "#ended", "#never trained on", "#share")
+    return Section(headings, rows, f"attrition by length in {length}", "none" if found else "no episode ended")
 
 
 def _cost_sections(audit: Audit) -> list[Section]:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from ...tapes.common.config import Setting, dump_config, load_config
 from ...tapes.common.stats import fixed
+from ...tapes.common.text import counted
 from ...tapes.store.books import spent
-from ...tapes.store.run_directory import pin_line
+from ...tapes.view.overview import command
 from ..console import Exit, Section, answer
 from ..progress_bars import live_progress
 from ..scene_arguments import add_config_arguments, add_scene_arguments, resumable, run_directory, scene_settings
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     out = run_directory(args)
     with live_progress() as progress, resumable(args, out):
         summary = roll_out(config, out, resume=args.resume, progress=progress)
-    answer(args, summary, _section(summary), *_summary_lines(summary))
+    answer(args, summary, _section(summary), *_summary_lines(summary, out))
     return Exit.HOLDS if summary.scored or not summary.episodes else Exit.BROKEN
 
 
@@ -77,22 +78,21 @@ def _section(summary: RunSummary) -> Section:
     return Section(("ended", "cause", "#episodes", "#share"), rows)
 
 
-def _summary_lines(summary: RunSummary) -> list[str]:
+def _summary_lines(summary: RunSummary, out: str) -> list[str]:
     reward = "no attempt was scored"
     if summary.reward is not None:
         spread = "" if summary.error is None else f" ± {fixed(summary.error)} (standard error over tasks)"
         reward = f"mean reward {fixed(summary.reward)}{spread} of {summary.scored:,} scored attempts"
     lines = [
         *summary.advice,
-        f"{summary.tasks:,} tasks x {summary.attempts} attempts: {summary.episodes:,} episodes on tape, "
-        f"{summary.recorded:,} of them recorded now, in {summary.seconds:.1f} s.",
+        f"{counted(summary.tasks, 'task')} x {counted(summary.attempts, 'attempt')}: {summary.episodes:,} episodes on "
+        f"tape, {summary.recorded:,} of them recorded now, in {summary.seconds:.1f} s.",
         f"{lost_line(summary.scores)}; {reward}; {spent(summary.tokens)}.",
         *(score_lines(summary.scores) if summary.scores.pass_at or summary.scores.by_label else []),
-        pin_line(summary.run),
-        f"Next: tapereel show {summary.run}",
+        f"Next: {command('show', out)}",
     ]
     if not summary.scored and summary.episodes:
-        lines.insert(0, "No task has a result: `tapereel show RUN TAPE` prints how each episode ended.")
+        lines.insert(0, f"No task has a result: `{command('show', out)} TAPE` prints how an episode ended.")
     more = len(summary.faults) - SHOWN
     return [
         *map(str, summary.faults[:SHOWN]),

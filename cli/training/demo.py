@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from ...tapes.common.config import dump_config, load_config
 from ...tapes.common.stats import fixed
 from ...tapes.errors import UsageError
-from ...tapes.store.run_directory import pin_line
 from ...tapes.view.overview import checks, command, next_commands
 from ..console import Exit, Section, answer
 from ..progress_bars import live_progress
@@ -82,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     more = ["--controls"] if args.controls else []
     with live_progress() as progress, resumable(args, out, DEMO, *more):
         summary = demo(config, out, controls=args.controls, resume=args.resume, progress=progress)
-    answer(args, summary, _section(summary), _closing(summary))
+    answer(args, summary, _section(summary), _closing(summary, str(out)))
     return Exit.HOLDS
 
 
@@ -92,8 +91,8 @@ def _section(summary: DemoSummary) -> Section:
     return Section(("policy", "#sampled", "#greedy", "note"), rows, title, fold=("note",))
 
 
-def _closing(summary: DemoSummary) -> str:
-    run, seconds, tokens = summary.run, summary.seconds, summary.tokens
+def _closing(summary: DemoSummary, run: str) -> str:
+    seconds, tokens = summary.seconds, summary.tokens
     lab = command("explain", run, "--recipe", "own", "--recipe", "dr_grpo")
     lines = [
         f"{seconds['total']:.0f} s: imitation {seconds.get('sft', 0):.0f} s, reinforcement {seconds.get('rl', 0):.0f} "
@@ -101,7 +100,6 @@ def _closing(summary: DemoSummary) -> str:
         f"{summary.episodes:,} episodes on tape; {tokens['sampled']:,} sampled tokens, "
         f"{tokens['trained']:,} of them trained on.",
         f"Written to {run}: report.html, metrics.jsonl, config.yaml, checkpoints/, tapes/.",
-        pin_line(run),
         "",
         "Next, with this run:",
         *(f"  {line}" for line in (*next_commands(run), *checks(run), lab)),

@@ -12,11 +12,17 @@ from ...tapes.common.config_yaml import write_yaml
 from ...tapes.common.stats import fixed
 from ...tapes.common.text import counted
 from ...tapes.store.books import spent
-from ...tapes.store.run_directory import pin_line
 from ...tapes.view.overview import UNTAUGHT, command
 from ..console import Exit, Section, answer
 from ..progress_bars import live_progress
-from ..scene_arguments import add_config_arguments, add_scene_arguments, resumable, run_directory, scene_settings
+from ..scene_arguments import (
+    add_config_arguments,
+    add_scene_arguments,
+    as_given,
+    resumable,
+    run_directory,
+    scene_settings,
+)
 
 if TYPE_CHECKING:
     from ...finetune.run.train_run import TrainSummary
@@ -55,8 +61,12 @@ def run(args: argparse.Namespace) -> int:
         return _exit_code(train(config, out, setup=setup, resume=args.resume))
     with live_progress() as progress, resumable(args, out):
         summary = train(config, out, setup=setup, resume=args.resume, progress=progress)
-    answer(args, summary, _section(summary), *_summary_lines(summary))
+    answer(args, summary, _section(summary), *_summary_lines(summary, out))
     return _exit_code(summary)
+
+
+_BUSY = {"engine": "rollout", "trainer": "train"}
+"""The parts of a run that work at the same time, by key in the summary's `seconds`."""
 
 
 def _exit_code(summary: TrainSummary) -> int:
@@ -86,18 +96,19 @@ def _section(summary: TrainSummary) -> Section:
     return Section(("mean reward", "#before", "#after", "#change, with its 95 % interval"), rows)
 
 
-def _summary_lines(summary: TrainSummary) -> list[str]:
+def _summary_lines(summary: TrainSummary, out: str) -> list[str]:
     seconds, tokens = summary.seconds, summary.tokens
+    parts = [f"{name} {s:.0f} s" for name, key in _BUSY.items() if (s := seconds.get(key, 0.0)) >= 1]
+    models = {"The model": summary.model}
+    models |= {f"The model of {name}": p.model for name, p in summary.players.items() if p.lineage and p.model}
     return [
         *summary.advice,
         *(["The reward on held-out tasks reached loop.stop_at, so the loop ended."] * (summary.ended_by == "stop_at")),
-        f"{counted(summary.updates, 'update')} by {summary.recipe} in {seconds['total']:.0f} s (engine "
-        f"{seconds.get('rollout', 0):.0f} s, trainer {seconds.get('train', 0):.0f} s, concurrently).",
+        f"{counted(summary.updates, 'update')} by {summary.recipe} in {seconds['total']:.0f} s"
+        + (f" ({', '.join(parts)}, concurrently)." if len(parts) == 2 else "."),
         f"{summary.episodes:,} episodes on tape; {spent(tokens)}; {tokens['trained']:,} trained on; "
         + ("all are accounted for." if summary.books_close else "some are NOT accounted for: see tapereel audit."),
         *([UNTAUGHT] if _learned_nothing(summary) else []),
-        f"The model: {summary.model}",
-        *(f"The model of {name}: {player.model}" for name, player in summary.players.items() if player.lineage),
-        pin_line(summary.run),
-        f"Next: open {summary.report} in a browser; {command('explain', summary.run)}",
+        *(f"{name}: {as_given(model, summary.run, out)}" for name, model in models.items()),
+        f"Next: open {as_given(summary.report, summary.run, out)} in a browser; {command('explain', out)}",
     ]

@@ -29,7 +29,6 @@ from ..value import Value
 from .books import Books
 from .disk import METRICS, REAL, counted_lines, open_regular, put_file, read_file
 from .lease import Lease
-from .reader import PINS, read_pin_file
 from .store import Store
 
 _Line = TypeAdapter(dict[str, JsonValue])
@@ -284,13 +283,6 @@ def recorded_config(path: str | Path) -> Group:
     return nested((keys, value) for keys, value, _ in read_yaml(text))
 
 
-def pin_line(path: str | Path) -> str:
-    """Return a sentence with the head of a closed run, for the user to keep outside the run."""
-    heads = read_pin_file(REAL, Path(path) / PINS)
-    segment, head = list(heads.items())[-1]
-    return f"Pin (pins.json; a copy kept elsewhere shows later edits): {segment}:{head}"
-
-
 def append_metrics(path: Path, line: Mapping[str, object], *, check: Check = lambda: None) -> None:
     """Append one JSON line, which is durable when this returns. NaN and infinities become null, which every JSON reader
     accepts.
@@ -340,9 +332,10 @@ def _is_in(key: str, groups: Iterable[str]) -> bool:
 
 def _check_config(path: Path, config: BaseModel, free: Collection[str]) -> None:
     differ = _differences(path, config, free)
+    verb = "differs" if len(differ) == 1 else "differ"
     if differ:
         raise ConfigError(
-            f"{path} was begun with another configuration ({path / CONFIG}): {', '.join(differ)} differ; resume it "
+            f"{path} was begun with another configuration ({path / CONFIG}): {', '.join(differ)} {verb}; resume it "
             "with the settings in that file, or choose another path (`out=...`)"
         )
 

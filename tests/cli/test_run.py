@@ -54,7 +54,7 @@ def test_people_get_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["run", *SCENE, *TEN, *settings('engine.answers=["7"]'), "--out", str(tmp_path / "r")]) == 0
     out, err = capsys.readouterr()
     assert "all 10 tasks have a result; mean reward 0.000 ± 0.000 (standard error over tasks) of 10 scored" in out
-    assert "10 tasks x 1 attempts: 10 episodes on tape, 10 of them recorded now" in out
+    assert "10 tasks x 1 attempt: 10 episodes on tape, 10 of them recorded now" in out
     assert "rolling out: 10/10 reward 0.000" in err
 
 
