@@ -11,6 +11,7 @@ from ...tapes.common.stats import fixed
 from ...tapes.errors import UsageError
 from ...tapes.view.overview import checks, command, next_commands
 from ..console import Exit, Section, answer
+from ..episode_lines import say_episode
 from ..progress_bars import live_progress
 from ..scene_arguments import add_config_arguments, add_resume_arguments, resumable, take_over
 
@@ -80,7 +81,9 @@ def run(args: argparse.Namespace) -> int:
         take_over(args, run)
     more = ["--controls"] if args.controls else []
     with live_progress() as progress, resumable(args, out, DEMO, *more):
-        summary = demo(config, out, controls=args.controls, resume=args.resume, progress=progress)
+        summary = demo(
+            config, out, controls=args.controls, resume=args.resume, progress=progress, on_episode=say_episode
+        )
     answer(args, summary, _section(summary), _closing(summary, str(out)))
     return Exit.HOLDS
 

@@ -14,6 +14,7 @@ from ...tapes.common.text import counted
 from ...tapes.store.books import spent
 from ...tapes.view.overview import UNTAUGHT, command
 from ..console import Exit, Section, answer
+from ..episode_lines import say_episode
 from ..progress_bars import live_progress
 from ..scene_arguments import (
     add_config_arguments,
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if int(os.environ.get("RANK", "0")):  # `torchrun` starts several processes, and only the first one prints
         return _exit_code(train(config, out, setup=setup, resume=args.resume))
     with live_progress() as progress, resumable(args, out):
-        summary = train(config, out, setup=setup, resume=args.resume, progress=progress)
+        summary = train(config, out, setup=setup, resume=args.resume, progress=progress, on_episode=say_episode)
     answer(args, summary, _section(summary), *_summary_lines(summary, out))
     return _exit_code(summary)
 

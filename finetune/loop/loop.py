@@ -26,6 +26,7 @@ from ...agents.episode.seeds import derive_seed
 from ...envs.environment import EnvironmentFactory, check_factory
 from ...envs.loop_watch import watch_episodes
 from ...envs.rewards.relative import training_reward
+from ...tapes import Tape
 from ...tapes.common.text import logger
 from ...tapes.errors import TapereelError, UsageError
 from ..data.rows import Row
@@ -103,6 +104,8 @@ class UpdateReport:
     reward: float | None
     """Mean reward of the batch's scored episodes."""
     metrics: dict[str, object]
+    tapes: Sequence[Tape]
+    """The batch's episodes."""
 
 
 async def _at_once() -> None:
@@ -342,7 +345,7 @@ class Loop:
         for player, (its_stats, its_uses, *_) in zip(self.players, others, strict=True):
             line |= player_line(player.called, its_stats, its_uses, taken.tapes)
         line |= self._perf(line["trained_tokens"], seconds)
-        return UpdateReport(self.history.updates, line["reward"], line)
+        return UpdateReport(self.history.updates, line["reward"], line, taken.tapes)
 
     async def _check_delivery(self, tapes: Sequence[str]) -> None:
         """For each policy, check that its samplers have its current weights. Raises NotDelivered if one doesn't."""

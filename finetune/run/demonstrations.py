@@ -52,6 +52,7 @@ try:
     from .trackers import TrackedConfig
     from .train_config import EvaluationConfig, ImitationConfig, TrainConfig
     from .train_run import TrainSummary, train
+    from .training import OnEpisode
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers", "numpy", "tokenizers"):
         raise
@@ -264,11 +265,14 @@ def demo(
     controls: bool = False,
     resume: bool = False,
     progress: Progress = silent,
+    on_episode: OnEpisode | None = None,
 ) -> DemoSummary:
-    """Run the demo. With `resume`, only the parts that `out` lacks are run. Raises the same errors as `train`."""
+    """Run the demo. With `resume`, only the parts that `out` lacks are run. `on_episode` is as in `train`, which also
+    raises the same errors."""
     out = Path(out).absolute()
     shown = prepare(config, out, resume=resume, progress=progress)
-    summary = train(config.training(out), out, **config.scene(), resume=(out / CONFIG).exists(), progress=progress)
+    begun = (out / CONFIG).exists()
+    summary = train(config.training(out), out, **config.scene(), resume=begun, progress=progress, on_episode=on_episode)
     put_file(REAL, out / DEMO, dump_config(config).encode())  # the run may have been made longer
     found = _control_runs(config, out, shown, progress) if controls or _controls(out) else {}
     return DemoSummary(

@@ -39,7 +39,7 @@ try:
     from .run_report import REPORT, Reporter, reporting
     from .trackers import check_trackers, tracking
     from .train_config import EndedBy, TrainConfig
-    from .training import Training
+    from .training import OnEpisode, Training
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers", "numpy", "tokenizers"):
         raise
@@ -101,13 +101,15 @@ def train(
     setup: LoadedSetup | None = None,
     resume: bool = False,
     progress: Progress = silent,
+    on_episode: OnEpisode | None = None,
 ) -> TrainSummary:
     """Train in `out`, or continue the run there with `resume`. Raises UsageError if `out` has a run and `resume` is
     false.
 
     `agent`, `env` and `tasks` are objects to use if the configuration doesn't name them. `setup` is the result of
     `config.checked()` and `resolve`, if the caller has it. Raises UsageError, and writes nothing, if the configuration
-    names something that doesn't exist. In a group of processes (`accelerate launch`, `torchrun`), rank 0 leads the run,
+    names something that doesn't exist. `on_episode` gets an episode after the first update and after each
+    `loop.checkpoint_every` updates. In a group of processes (`accelerate launch`, `torchrun`), rank 0 leads the run,
     and the other ranks only compute their share of each update. Every rank returns the summary. `train` also works
     inside a running event loop.
     """
@@ -122,12 +124,12 @@ def train(
         if ranks.rank:
             return cast(TrainSummary, loaded.processes.follow())
         with loaded.processes.leading():
-            summary = _lead(loaded, folder, resume, progress)
+            summary = _lead(loaded, folder, resume, progress, on_episode)
         loaded.processes.finish(summary)
         return summary
 
 
-def _lead(loaded: LoadedRun, out: Path, resume: bool, progress: Progress) -> TrainSummary:
+def _lead(loaded: LoadedRun, out: Path, resume: bool, progress: Progress, on_episode: OnEpisode | None) -> TrainSummary:
     """Do the whole run on rank 0. The other ranks only compute their share of each update."""
     config = loaded.config
     check_trackers(config.trackers)
@@ -157,7 +159,7 @@ def _lead(loaded: LoadedRun, out: Path, resume: bool, progress: Progress) -> Tra
             with directory.timed("total"), tracking(directory, config.trackers):
                 folder = str(config.engine.model)
                 check_begun(directory.results, weights_digest(loaded.policy.model.state_dict()), out, folder)
-                training = Training(loaded, directory, progress)
+                training = Training(loaded, directory, progress, on_episode)
                 try:
                     training.complete()
                 except EngineStopped as stopped:

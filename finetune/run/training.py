@@ -37,6 +37,9 @@ from .players import NO_WARM_START, Player
 from .train_config import EndedBy, MeasuredBy
 from .warm_start import bring_in, warm_start
 
+OnEpisode = Callable[[int, Tape], object]
+"""A callback that gets the number of updates so far and one episode of the last update's batch."""
+
 
 @asynccontextmanager
 async def closing(engine: Engine) -> AsyncIterator[Engine]:
@@ -50,8 +53,10 @@ async def closing(engine: Engine) -> AsyncIterator[Engine]:
 class Training:
     """A training run in its run directory. The caller sets the number of torch threads."""
 
-    def __init__(self, loaded: LoadedRun, run: RunDir, progress: Progress = silent) -> None:
-        self.loaded, self.run, self.progress = loaded, run, progress
+    def __init__(
+        self, loaded: LoadedRun, run: RunDir, progress: Progress = silent, on_episode: OnEpisode | None = None
+    ) -> None:
+        self.loaded, self.run, self.progress, self.on_episode = loaded, run, progress, on_episode
         self.config, self.team, self.recipe = loaded.config, loaded.team, loaded.recipe
         self.loop = self.config.loop
         self.policy = loaded.policy.computing(self.loop)
@@ -261,7 +266,11 @@ class Training:
 
         def report(update: UpdateReport) -> None:
             self.run.metrics(update.metrics)
-            self._evaluate_beside(update.update - start)
+            done = update.update - start
+            self._evaluate_beside(done)
+            if self.on_episode is not None and (done == 1 or done % self.loop.checkpoint_every == 0):
+                drawn = random.Random(derive_seed(self.config.seed, "episode", done))
+                self.on_episode(done, drawn.choice(update.tapes))
 
         with self.run.timed("rl"):
             loop = await self._run_loop(report, "improving by rollouts")
