@@ -18,13 +18,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, cast
 
 from ..tapes.common.extras import extra_of
 from ..tapes.common.run_async import GRACE
-from ..tapes.common.text import TerminalHandler, guard_terminal
+from ..tapes.common.text import DOCS, TerminalHandler, guard_terminal
 from ..tapes.errors import (
     MissingExtra,
     NewerRecord,
@@ -67,11 +66,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """The verbs in the order of `tapereel --help`."""
 
-_DOCS = Path(__file__).parents[1] / "docs"
 _EPILOG = f"""\
 `tapereel VERB --help` shows a verb's arguments and examples
-documentation: {_DOCS / "index.md"}
-exit codes: {_DOCS / "cli.md"}"""
+documentation: {DOCS / "index.md"}
+exit codes: {DOCS / "cli.md"}"""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -19,6 +19,7 @@ from typing import Literal, cast
 
 from pydantic import JsonValue
 
+from ...tapes.common.text import DOCS
 from ..environment import Effect
 from ..load_named import load_named
 from .sandbox_backends import GRACE_SECONDS, Bounds, LocalBackend, NoSandbox, Ran, SandboxBackend
@@ -30,7 +31,7 @@ BACKENDS = ("bubblewrap", "podman")
 """The backends that `backend=None` tries, in this order."""
 _INSTALL = (
     "install bubblewrap (Debian, Ubuntu: apt install bubblewrap) or podman (apt install podman runc uidmap) and allow "
-    "user namespaces (see docs/tools.md); or write isolation='none' to run snippets with your own rights"
+    f"user namespaces (see {DOCS / 'tools.md'}); or write isolation='none' to run snippets with your own rights"
 )
 
 

@@ -1,4 +1,4 @@
-"""Advice: signs of trouble in a run's numbers, one sentence for each, with the next step.
+"""Advice: signs of trouble in a run's numbers, each with the next step, in the order in which to follow them.
 
 Advice is printed at the end of `run` and `train`, and shown on the run's overview. It is based on summaries, metrics
 and the newest tapes. A run without advice shows none of these signs, but it may still have other problems.
@@ -6,83 +6,85 @@ and the newest tapes. A run without advice shows none of these signs, but it may
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from pydantic import JsonValue
-
-from ..common.stats import interval, mean, variance
+from ..common.stats import mean
+from ..common.text import DOCS
 from ..errors import TapereelError
+from ..status import Status
 from ..steps import ParseError
 from ..store.run_directory import Evaluations
 from ..store.store import Store
+from ..store.summary import Summary
 from ..tape import Tape
+from .climb import MOST, NEAR, Climb, Lines, Sign
 
 NEWEST = 50
 """Number of newest tapes that are read to find signs that no metric shows."""
 OFTEN = 0.1
-"""Answers that were cut off at their token limit are reported if their share of all answers is above this value."""
-MOST = 0.5
-"""Answers that could not be read as an action are reported if their share of all answers is above this value."""
-NEAR = 0.1
-"""Answers that were cut off aren't reported if their mean reward is close to the best reward. Close means that the
-difference is below this share of the rewards' range."""
+"""Cut-off answers are reported if their share of all answers is above this value."""
 FEW = 4
 """Minimum number of rewards for advice about rewards, and of answers for advice about answers."""
 SHORT = 16
-"""If the limit on an answer's length is below this number of tokens, it is assumed to be intended. Answers that were
-cut off are then not reported."""
-LOOP = 10
-"""Minimum number of updates for advice about their reward. The mean rewards of the first and the last updates are
-compared."""
-GONE = 0.05
-"""Entropy in nats per token. Below this value, the attempts in a group are copies of each other."""
-
-Lines = Sequence[Mapping[str, JsonValue]]
+"""If the limit on an answer's length is below this number of tokens, the limit is assumed to be intended."""
 
 
 def advice(
     store: Store, split: str | None = None, updates: Lines = (), held_out: Evaluations | None = None
 ) -> tuple[str, ...]:
     """Return advice about the closed tapes in `split`, or in all splits if it is None. It also covers the loop's
-    `updates`, given as lines of the metrics, and the evaluation at the loop's end."""
+    `updates`, given as lines of the metrics, and the evaluation at the loop's end.
+
+    If the reward of the updates did not rise, this is the first sentence, and the second is the suggestion to follow
+    first. Signs that explain others come first, and signs in less than half of the run come last.
+    """
     try:
-        return (
-            *_tapes(store, split),
-            *_updates(updates),
-            *_held_out(held_out if held_out and len(updates) >= LOOP else {}),
-        )
+        closed = [s for s in store.summaries(split=split, closed=True) if s.status != Status.CANCELLED]
+        scored = [summary for summary in closed if summary.trainable and summary.reward is not None]
+        climb = Climb(store, updates, held_out or {}, scored)
+        found = sorted([*_tapes(climb, closed), *climb.signs()], key=lambda s: (s.share < MOST, s.rank, -s.share))
     except TapereelError as error:
         return (f"The newest tapes can't be read, so nothing is said about them: {error}",)
+    if climb.headline is None:
+        return tuple(sign.text for sign in found)
+    page = DOCS / "reward_does_not_climb.md"
+    suggested = (f"{'Then' if k else 'First'}: {sign.text}" for k, sign in enumerate(found))
+    return (f"{climb.headline} (see {page}).", *suggested)
 
 
-def _tapes(store: Store, split: str | None) -> Iterator[str]:
-    closed = store.summaries(split=split, closed=True)
-    rewards = {s.reward for s in closed if s.trainable and s.reward is not None}
-    scored = sum(s.trainable and s.reward is not None for s in closed)
-    if scored >= FEW and len(rewards) == 1:
-        yield (
-            f"All {scored:,} rewards are {rewards.pop():g}: they don't tell a better episode from a worse one. Read "
-            f"one (tapereel show RUN {closed[-1].id}): does the environment see the answer, and are the tasks neither "
-            "too hard nor too easy for this model?"
+def _tapes(climb: Climb, closed: Sequence[Summary]) -> Iterator[Sign]:
+    store, scored = climb.store, climb.scored
+    rewards = {summary.reward or 0.0 for summary in scored}
+    if len(scored) >= FEW and len(rewards) == 1:
+        only = rewards.pop()
+        doubt = "Are the tasks neither too hard nor too easy for this model?"
+        if climb.updates and only <= 0:
+            doubt = f"If the score is right, the tasks are too hard. {climb.better_start()}"
+        yield Sign(
+            0,
+            f"All {len(scored):,} rewards are {only:g}: they don't tell a better episode from a worse one. Read one "
+            f"(tapereel show RUN {scored[-1].id}): does the environment see the answer? {doubt}",
         )
     newest = [store.tape(s.id, refresh=False) for s in closed[-NEWEST:]]
     offered = [tape for tape in newest if any(call.tools is not None for call in tape.calls)]
     if len(offered) >= FEW and not any(map(_called, offered)):
-        yield (
+        yield Sign(
+            0,
             f"Tools were offered in {len(offered)} of the newest {len(newest)} episodes, and none was called. Read an "
             f"answer (tapereel show RUN {offered[-1].id}): does the model know that it has tools, does it "
-            "write calls in a format that is read (docs/tools.md), and does your agent act on reply.tool_calls?"
+            f"write calls in a format that is read ({DOCS / 'tools.md'}), and does your agent act on reply.tool_calls?",
         )
     misread = Counter(step.problem for tape in newest for step in tape if isinstance(step, ParseError))
     asked = sum(len(tape.calls) for tape in newest)
     if asked and misread.total() >= FEW and misread.total() > MOST * asked:
         problem, _ = misread.most_common(1)[0]
-        yield (
+        yield Sign(
+            0,
             f"{misread.total() / asked:.0%} of the newest answers could not be read as an action, most often: "
             f"{problem[:200]!r}. Does the prompt show the format, and is the fault in the answer and not in your "
-            "agent's `parse`?"
+            "agent's `parse`?",
+            misread.total() / asked,
         )
     # A limit of a few tokens, or one that the agent sets itself (`max_tokens=1`), is meant to cut off answers.
     limits = [tape.begin.sampling.max_tokens if tape.begin.sampling else 0 for tape in newest]
@@ -95,10 +97,12 @@ def _tapes(store: Store, split: str | None) -> Iterator[str]:
     ]
     cut = [reward for is_cut, reward in answers if is_cut]
     if len(answers) >= FEW and len(cut) > OFTEN * len(answers) and not _earns(cut, [reward for _, reward in answers]):
-        yield (
+        yield Sign(
+            0,
             f"{len(cut) / len(answers):.0%} of the newest answers were cut off at sampling.max_tokens "
             f"({max(limits)}), so they earn what half an answer earns. Raise it (loop.sampling.max_tokens in "
-            "training), or ask for shorter answers."
+            "training), or ask for shorter answers.",
+            len(cut) / len(answers),
         )
 
 
@@ -120,73 +124,3 @@ def _called(tape: Tape) -> bool:
         if any(message["role"] == "tool" for message in call.messages):
             return True
     return any(getattr(step, "original", step.kind) in names for step in tape.actions)
-
-
-def _updates(lines: Lines) -> Iterator[str]:
-    some = max(LOOP // 2, len(lines) // 4)
-    first, last = lines[:some], lines[-some:]
-    low, high = _rise(_values(first, "reward"), _values(last, "reward"))
-    if low > 0:
-        return  # The run learns. Even successful runs have few groups that differ and little entropy.
-    known = len(lines) >= LOOP and math.isfinite(high)
-    if known:
-        yield (
-            f"The reward did not rise beyond its interval: from the first to the last {some} updates it changed by "
-            f"{interval((low + high) / 2, low, high, '+.3f')} (see docs/reward_does_not_climb.md)."
-        )
-    trained = [line for line in last if line.get("trained_tokens")]
-    moves = [a * b for a, b in zip(_values(trained, "grad_norm"), _values(trained, "lr"), strict=False)]
-    flat = _values(last, "group/flat")
-    # The entropy over all of the policy's own tokens. Earlier versions wrote it only for the tokens with an advantage.
-    surprise = _values(last, "entropy/sampled") or _values(last, "entropy") or [-x for x in _values(last, "logprob")]
-    still = bool(moves) and not any(moves)
-    alike = bool(flat) and mean(flat) > (0.5 if known else 0.99)
-    gone = bool(surprise) and mean(surprise) < GONE
-    if still:
-        yield (
-            f"The gradient or the learning rate was zero in the last {len(moves)} updates, so the weights did not "
-            "change: see loop.optimiser.lr and its schedule, and what each token was worth (tapereel explain RUN TAPE)."
-        )
-    if alike:
-        yield (
-            f"{mean(flat):.0%} of the groups of the last {len(last)} updates had equal rewards, which teach nothing: "
-            "take tasks that the model solves sometimes (curriculum), a larger loop.group_size, or rewards for parts "
-            "of a solution."
-        )
-    if gone:
-        yield (
-            f"The entropy is gone ({mean(surprise):.3f} nats a token), so all attempts are alike: begin again from an "
-            "earlier checkpoint with a lower loop.optimiser.lr, or with a KL or entropy term (loop.changes)."
-        )
-    if known and not (still or alike or gone):
-        yield (
-            "Groups differ and the weights move, so try other steps: loop.optimiser.lr ten times lower or higher, more "
-            "groups an update (loop.groups), more updates, or a warm start (warm.tapes)."
-        )
-
-
-def _held_out(evaluations: Evaluations) -> Iterator[str]:
-    part = evaluations.get("sampled")
-    change = part.change if part is not None else None
-    if change and change["low"] is not None and change["low"] <= 0:
-        yield (
-            f"On the {change['tasks']} held-out tasks the reward did not rise beyond its interval: it changed by "
-            f"{interval(change['value'], change['low'], change['high'], '+.3f')}. Train longer (loop.updates, and "
-            "warm.updates of a warm start) on more different tasks, and measure with more tasks (evaluation.fraction) "
-            "or attempts (evaluation.attempts)."
-        )
-
-
-def _values(lines: Lines, key: str) -> list[float]:
-    return [float(value) for line in lines if isinstance(value := line.get(key), int | float)]
-
-
-def _rise(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval for the rise of the mean from `before` to `after`. It is infinite if either sequence has
-    fewer than two values."""
-    if len(before) < 2 or len(after) < 2:
-        return -math.inf, math.inf
-    error = math.sqrt(variance(before) / len(before) + variance(after) / len(after))
-    t = 1.96 + 2.8 / (len(before) + len(after) - 2)  # Student's t, within 2 % from 8 degrees of freedom on
-    difference = mean(after) - mean(before)
-    return difference - t * error, difference + t * error

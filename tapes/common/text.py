@@ -7,8 +7,12 @@ import logging
 import os
 import sys
 import threading
+from pathlib import Path
 from traceback import format_exception
 from types import TracebackType
+
+DOCS = Path(__file__).parents[2] / "docs"
+"""The folder with the documentation. It is part of the package, so its paths can be printed."""
 
 
 def counted(n: int, word: str) -> str:

@@ -1,0 +1,290 @@
+"""Signs of why the reward of a training run doesn't climb, for `advice`.
+
+Each sign compares numbers of the run with a threshold, and names the next step with the run's own settings. Signs don't
+say the same thing twice: a sign that explains others has a lower rank, and is the one to act on first.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from pydantic import JsonValue
+
+from ..common.stats import interval, mean, variance
+from ..errors import OtherVersion, TapereelError
+from ..store.run_directory import Evaluations, Results, recorded_settings
+from ..store.store import Store
+from ..store.summary import Summary
+
+LOOP = 10
+"""Minimum number of updates for a statement about their reward."""
+NEWEST = 500
+"""Number of newest tapes whose answers are compared."""
+GONE = 0.05
+"""In nats per token. If the entropy is below this value, the attempts in a group are copies of each other."""
+FAR = 0.1
+"""In nats per token. If the policy is farther than this from the one that sampled, the learning rate is too high."""
+STILL = 1e-4
+"""In nats. If no probed log-prob moves by this much in an update, the weights have hardly changed."""
+NEAR = 0.1
+"""Two rewards are close if their difference is below this share of the range of rewards."""
+MOST = 0.5
+"""A sign that concerns a smaller share of the run than this comes after all others."""
+RISING = 0.5
+"""The reward may be rising if its change is above this share of half of the interval's width (p < 0.17)."""
+
+Lines = Sequence[Mapping[str, JsonValue]]
+
+
+class Sign(NamedTuple):
+    """A sign of trouble, with the next step."""
+
+    rank: int
+    """Signs with a lower rank explain signs with a higher one."""
+    text: str
+    share: float = 1.0
+    """The share of the run that it concerns, or the certainty of a trend."""
+
+
+class Change(NamedTuple):
+    """A change of the mean reward, with its 95 % interval. It is unbounded if it isn't known."""
+
+    value: float = 0.0
+    low: float = -math.inf
+    high: float = math.inf
+
+    def __str__(self) -> str:
+        return interval(*self, "+.3f")
+
+    @property
+    def certainty(self) -> float:
+        """The change by half of the interval's width. It is above 1 if the reward rose."""
+        half = (self.high - self.low) / 2
+        return self.value / half if 0 < half < math.inf else 0.0
+
+
+@dataclass
+class Climb:
+    """The updates of a loop, its scored tapes, and its evaluation at the end."""
+
+    store: Store
+    updates: Lines
+    held_out: Evaluations
+    scored: Sequence[Summary]
+    """The closed tapes with a reward that measures the policy, oldest first."""
+
+    @cached_property
+    def rewards(self) -> Change:
+        """The change from the first to the last updates."""
+        if len(self.updates) < LOOP:
+            return Change()
+        some = max(LOOP // 2, len(self.updates) // 4)
+        before, after = (_values(part, "reward") for part in (self.updates[:some], self.updates[-some:]))
+        if len(before) < 2 or len(after) < 2:
+            return Change()
+        error = math.sqrt(variance(before) / len(before) + variance(after) / len(after))
+        t = 1.96 + 2.8 / (len(before) + len(after) - 2)  # Student's t, within 2 % from 8 degrees of freedom on
+        difference = mean(after) - mean(before)
+        return Change(difference, difference - t * error, difference + t * error)
+
+    @cached_property
+    def measured(self) -> tuple[Change, int]:
+        """The change on held-out tasks, and the number of these tasks."""
+        part = self.held_out.get("sampled")
+        found = part.change if part is not None and len(self.updates) >= LOOP else None
+        if not found or found["value"] is None or found["low"] is None or found["high"] is None:
+            return Change(), 0
+        return Change(found["value"], found["low"], found["high"]), int(found["tasks"] or 0)
+
+    @property
+    def rose(self) -> bool:
+        """Whether the reward rose beyond its interval: on held-out tasks, or if these weren't measured, in training."""
+        change, tasks = self.measured
+        return (change if tasks else self.rewards).low > 0
+
+    @property
+    def headline(self) -> str | None:
+        """A sentence if the reward is known not to have risen, without its end."""
+        change, tasks = self.measured
+        known = [f"in the updates by {self.rewards}"] * (self.rewards.high < math.inf)
+        known += [f"on {tasks} held-out tasks by {change}"] * bool(tasks)
+        if self.rose or not known:
+            return None
+        return f"The reward did not rise beyond its interval: it changed {' and '.join(known)}"
+
+    def signs(self) -> Iterator[Sign]:
+        """Yield the signs, unless the reward rose: even loops that learn have few groups that differ."""
+        if not self.rose:
+            if self.rewards.low <= 0:
+                yield from self._loop()
+            yield from self._trend()
+
+    def _loop(self) -> Iterator[Sign]:
+        last = self.updates[-max(LOOP // 2, len(self.updates) // 4) :]
+        trained = [line for line in last if line.get("trained_tokens")]
+        steps = [a * b for a, b in zip(_values(trained, "grad_norm"), _values(trained, "lr"), strict=False)]
+        moved, level = _values(trained, "delivery/moved"), mean(_values(last, "reward") or [math.nan])
+        if steps and not any(steps):
+            yield Sign(
+                1,
+                f"The gradient or the learning rate was zero in the last {len(steps)} updates, so the weights did not "
+                "change. See loop.optimiser.lr and its schedule, and what each token was worth "
+                "(tapereel explain RUN).",
+            )
+        elif moved and max(moved) < STILL:
+            yield Sign(
+                1,
+                f"The updates hardly change the policy: log-probs move by at most {max(moved):.0e} nats. Set "
+                f"{self._times('loop.optimiser.lr', 10)}.",
+            )
+        best, worst = (f((s.reward or 0.0 for s in self.scored), default=math.nan) for f in (max, min))
+        place = (level - worst) / (best - worst) if best > worst else 0.5
+        if place > 1 - NEAR and len(self.updates) >= LOOP:
+            yield Sign(2, f"The reward is already {level:.3g}, and the best episode has {best:.3g}: take harder tasks.")
+            return
+        # The entropy over all of the policy's own tokens. Earlier versions wrote it only for tokens with an advantage.
+        surprise = (
+            _values(last, "entropy/sampled") or _values(last, "entropy") or [-x for x in _values(last, "logprob")]
+        )
+        if surprise and mean(surprise) < GONE:
+            yield Sign(
+                3,
+                f"The entropy is gone ({mean(surprise):.3f} nats a token), so all attempts are alike. Begin again from "
+                f"an earlier checkpoint with {self._times('loop.optimiser.lr', 0.1)}, or with a KL or entropy term "
+                "(loop.changes).",
+            )
+        kl, fell = mean(_values(trained, "kl/old") or [0.0]), self.rewards.high < 0
+        if fell or kl > FAR:
+            seen = (
+                f"The reward fell ({self.rewards})" if fell else f"The policy moves {kl:.2g} nats a token in an update"
+            )
+            yield Sign(4, f"{seen}. Set {self._times('loop.optimiser.lr', 0.1)}.")
+        guess = self._guess() if len(self.updates) >= LOOP else None
+        if guess:
+            yield Sign(
+                5,
+                f"The model guesses: its answers earn {guess[0]:.3f}, and {guess[1]:.3f} if each task gets the answers "
+                f"to other tasks. {self.better_start()}",
+            )
+        flat, seldom = mean(_values(last, "group/flat") or [0.0]), place < NEAR
+        said = bool(guess and seldom) or (best == worst and len(self.scored) > 1)  # all rewards are equal
+        if flat > (MOST if len(self.updates) >= LOOP else 0.99) and not said:
+            why = f", because the model seldom succeeds (mean reward {level:.2g}, best {best:.2g})" if seldom else ""
+            larger = (
+                f"Set {self._times('loop.group_size', 4)}, or take tasks that the model solves sometimes (curriculum)."
+            )
+            yield Sign(
+                6,
+                f"{flat:.0%} of the groups of the last {len(last)} updates had equal rewards and taught nothing{why}. "
+                f"{self.better_start() if seldom else larger}",
+                flat,
+            )
+
+    def _trend(self) -> Iterator[Sign]:
+        n, (change, tasks) = len(self.updates), self.measured
+        path = shlex.quote(str(self.store.path))
+        longer = f"tapereel train --config {path}/config.yaml --out {path} --resume --set loop.updates"
+        for seen, where in ((change, "on held-out tasks"), (self.rewards, "in the updates")):
+            if RISING < seen.certainty <= 1:
+                more = math.ceil(n * min(8.0, max(2.0, 1.5 / seen.certainty)))
+                yield Sign(
+                    6,
+                    f"The reward seems to rise {where}, but {n} updates are too few to be sure. Continue to {more}: "
+                    f"{longer}={more}",
+                    seen.certainty,
+                )
+                break
+        if tasks and self.rewards.low > 0:
+            half = (change.high - change.low) / 2
+            enough = math.ceil(tasks * (half / max(self.rewards.value, 1e-9)) ** 2)
+            yield Sign(
+                7,
+                f"The reward rose in the updates ({self.rewards}), but {tasks} held-out tasks can't show less than "
+                f"{half:.3f}. Hold out {max(enough, 2 * tasks)} (evaluation.fraction, evaluation.limit)."
+                if change.value > 0
+                else f"The reward rose in the updates ({self.rewards}), but not on held-out tasks. Train on more "
+                "different tasks.",
+                0.4,
+            )
+        if n >= LOOP:
+            yield Sign(
+                8,
+                f"If nothing else helps, try {self._times('loop.optimiser.lr', 10)} or a tenth of it, "
+                f"{self._times('loop.groups', 4)}, and more updates (loop.updates={4 * n}).",
+                0.0,
+            )
+
+    def _setting(self, key: str) -> Any:
+        found: Any = self._settings
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return found
+
+    @cached_property
+    def _settings(self) -> Mapping[str, Any]:
+        try:
+            return recorded_settings(self.store.path)
+        except OtherVersion:
+            return {}
+
+    def _times(self, key: str, factor: float) -> str:
+        """Return the setting with `factor` times its present value."""
+        value = self._setting(key)
+        known = isinstance(value, int | float) and not isinstance(value, bool)
+        return f"{key}={value * factor:g} instead of {value:g}" if known else f"{key} to {factor:g} times its value"
+
+    def better_start(self) -> str:
+        """Return a proposal for a policy that succeeds more often before the loop."""
+        if not self._setting("warm.tapes"):
+            return "Begin with a warm start on right examples (warm.tapes), or with easier tasks."
+        try:
+            imitated = len(Results.read(self.store.path).imitated or ())
+        except (OSError, TapereelError):
+            imitated = 0
+        examples = f"{4 * imitated:,} instead of {imitated:,}" if imitated else "four times as many"
+        return (
+            f"The warm start did not teach the task: give it more and only right examples ({examples}), and "
+            f"{self._times('warm.updates', 4)}. If that isn't enough, take easier tasks or a larger model."
+        )
+
+    def _guess(self) -> tuple[float, float] | None:
+        """Return the mean reward of the newest answers, and their mean reward if each task got the answers to other
+        tasks, if both are about equal.
+
+        The reward of an answer to a task is known if an attempt at this task gave this answer. Otherwise it is taken to
+        be the lowest. Returns None if too few rewards are known, or if equal answers to a task earn different rewards.
+        """
+        newest = [summary for summary in self.scored[-NEWEST:] if summary.parent is None]
+        tasks: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for summary in newest:
+            actions = self.store.tape(summary.id, refresh=False).actions
+            tasks[summary.task_hash][str(actions[-1]) if actions else ""].append(summary.reward or 0.0)
+        earned = [rewards for answers in tasks.values() for rewards in answers.values()]
+        if len(tasks) < LOOP or sum(min(rewards) < max(rewards) for rewards in earned) > NEAR * len(earned):
+            return None
+        said = Counter[str]()
+        for answers in tasks.values():
+            said.update({answer: len(rewards) for answer, rewards in answers.items()})
+        worst, best = min(map(min, earned)), max(map(max, earned))
+        own, shuffled, known = list[float](), list[float](), list[float]()
+        for answers in tasks.values():
+            n = sum(map(len, answers.values()))
+            # How often other tasks got this answer.
+            shares = {answer: (said[answer] - len(one)) / (len(newest) - n) for answer, one in answers.items()}
+            known.append(sum(shares.values()))
+            own.append(sum(map(sum, answers.values())) / n)
+            shuffled.append(sum(shares[a] * mean(one) for a, one in answers.items()) + (1 - known[-1]) * worst)
+        gains = [a - b for a, b in zip(own, shuffled, strict=True)]
+        error = 1.96 * math.sqrt(variance(gains) / len(gains))
+        guessed = mean(known) > MOST and mean(gains) < min(error + 1e-9, NEAR * (best - worst))
+        return (mean(own), mean(shuffled)) if guessed else None
+
+
+def _values(lines: Lines, key: str) -> list[float]:
+    return [float(value) for line in lines if isinstance(value := line.get(key), int | float)]
