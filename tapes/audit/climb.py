@@ -118,18 +118,41 @@ class Climb:
             return None
         return f"The reward did not rise beyond its interval: it changed {' and '.join(known)}"
 
+    @cached_property
+    def last(self) -> Lines:
+        """The last quarter of the updates, but at least five."""
+        return self.updates[-max(LOOP // 2, len(self.updates) // 4) :]
+
+    @cached_property
+    def level(self) -> float:
+        """The mean reward of the last updates, or NaN if there is none."""
+        return mean(_values(self.last, "reward"))
+
+    @cached_property
+    def range(self) -> tuple[float, float]:
+        """The lowest and the highest reward of an episode, or NaN if there is none."""
+        rewards = [summary.reward or 0.0 for summary in self.scored]
+        return min(rewards, default=math.nan), max(rewards, default=math.nan)
+
+    @property
+    def place(self) -> float:
+        """The level as a share of the range, or NaN if it isn't known. A success is taken to earn 1 or more."""
+        worst, best = self.range
+        known = best > worst and len(self.updates) >= LOOP
+        return (self.level - worst) / (max(best, 1.0) - worst) if known else math.nan
+
     def signs(self) -> Iterator[Sign]:
         """Yield the signs, unless the reward rose: even loops that learn have few groups that differ."""
         if not self.rose:
             if self.rewards.low <= 0:
-                yield from self._loop()
+                yield from self._weights()
+            yield from self._level()
             yield from self._trend()
 
-    def _loop(self) -> Iterator[Sign]:
-        last = self.updates[-max(LOOP // 2, len(self.updates) // 4) :]
-        trained = [line for line in last if line.get("trained_tokens")]
+    def _weights(self) -> Iterator[Sign]:
+        trained = [line for line in self.last if line.get("trained_tokens")]
         steps = [a * b for a, b in zip(_values(trained, "grad_norm"), _values(trained, "lr"), strict=False)]
-        moved, level = _values(trained, "delivery/moved"), mean(_values(last, "reward") or [math.nan])
+        moved = _values(trained, "delivery/moved")
         if steps and not any(steps):
             yield Sign(
                 1,
@@ -143,61 +166,58 @@ class Climb:
                 f"The updates hardly change the policy: log-probs move by at most {max(moved):.0e} nats. Set "
                 f"{self._times('loop.optimiser.lr', 10)}.",
             )
-        best, worst = (f((s.reward or 0.0 for s in self.scored), default=math.nan) for f in (max, min))
-        place = (level - worst) / (best - worst) if best > worst else 0.5
-        if place > 1 - NEAR and len(self.updates) >= LOOP:
-            yield Sign(2, f"The reward is already {level:.3g}, and the best episode has {best:.3g}: take harder tasks.")
-            return
         # The entropy over all of the policy's own tokens. Earlier versions wrote it only for tokens with an advantage.
-        surprise = (
-            _values(last, "entropy/sampled") or _values(last, "entropy") or [-x for x in _values(last, "logprob")]
-        )
-        if surprise and mean(surprise) < GONE:
+        surprise = _values(self.last, "entropy/sampled") or _values(self.last, "entropy")
+        surprise = surprise or [-x for x in _values(self.last, "logprob")]
+        if surprise and mean(surprise) < GONE and not self.place > 1 - NEAR:
             yield Sign(
                 3,
                 f"The entropy is gone ({mean(surprise):.3f} nats a token), so all attempts are alike. Begin again from "
                 f"an earlier checkpoint with {self._times('loop.optimiser.lr', 0.1)}, or with a KL or entropy term "
                 "(loop.changes).",
             )
-        kl, fell = mean(_values(trained, "kl/old") or [0.0]), self.rewards.high < 0
-        if fell or kl > FAR:
-            seen = (
-                f"The reward fell ({self.rewards})" if fell else f"The policy moves {kl:.2g} nats a token in an update"
-            )
-            yield Sign(4, f"{seen}. Set {self._times('loop.optimiser.lr', 0.1)}.")
-        guess = self._guess() if len(self.updates) >= LOOP else None
-        if guess:
+        kl = mean(_values(trained, "kl/old") or [0.0])
+        if self.rewards.high < 0:
+            yield Sign(4, f"The reward fell ({self.rewards}). Set {self._times('loop.optimiser.lr', 0.1)}.")
+        elif kl > FAR:
+            lower = self._times("loop.optimiser.lr", 0.1)
+            yield Sign(4, f"The policy is {kl:.2g} nats a token from the one that sampled. Set {lower}.")
+
+    def _level(self) -> Iterator[Sign]:
+        (worst, best), guess = self.range, self._guess()
+        flat = mean(_values(self.last, "group/flat") or [0.0])
+        share = f"{flat:.0%} of the groups of the last {len(self.last)} updates had equal rewards, which teach nothing"
+        if self.place > 1 - NEAR:
+            seen = f"The reward is already {self.level:.3g}, and the best episode has {best:.3g}"
+            yield Sign(2, f"{seen}. Take harder tasks.")
+        elif guess:
             yield Sign(
                 5,
                 f"The model guesses: its answers earn {guess[0]:.3f}, and {guess[1]:.3f} if each task gets the answers "
                 f"to other tasks. {self.better_start()}",
             )
-        flat, seldom = mean(_values(last, "group/flat") or [0.0]), place < NEAR
-        said = bool(guess and seldom) or (best == worst and len(self.scored) > 1)  # all rewards are equal
-        if flat > (MOST if len(self.updates) >= LOOP else 0.99) and not said:
-            why = f", because the model seldom succeeds (mean reward {level:.2g}, best {best:.2g})" if seldom else ""
-            larger = (
-                f"Set {self._times('loop.group_size', 4)}, or take tasks that the model solves sometimes (curriculum)."
+        elif self.place < NEAR:
+            seen = (
+                f"The model seldom succeeds: the mean reward is {self.level:.2g}, and the best episode has {best:.2g}"
             )
-            yield Sign(
-                6,
-                f"{flat:.0%} of the groups of the last {len(last)} updates had equal rewards and taught nothing{why}. "
-                f"{self.better_start() if seldom else larger}",
-                flat,
-            )
+            yield Sign(6, f"{seen}. {f'{share}. ' if flat > MOST else ''}{self.better_start()}", 1 - self.place)
+        elif self.rewards.low <= 0 and flat > (MOST if len(self.updates) >= LOOP else 0.99) and best != worst:
+            larger = self._times("loop.group_size", 4)
+            yield Sign(6, f"{share}. Set {larger}, or take tasks that the model sometimes solves (curriculum).", flat)
 
     def _trend(self) -> Iterator[Sign]:
-        n, (change, tasks) = len(self.updates), self.measured
+        n, (change, tasks), (worst, best) = len(self.updates), self.measured, self.range
         path = shlex.quote(str(self.store.path))
         longer = f"tapereel train --config {path}/config.yaml --out {path} --resume --set loop.updates"
         for seen, where in ((change, "on held-out tasks"), (self.rewards, "in the updates")):
             if RISING < seen.certainty <= 1:
                 more = math.ceil(n * min(8.0, max(2.0, 1.5 / seen.certainty)))
+                slow = 8 * seen.value < NEAR * (max(best, 1.0) - worst)  # even eight times the updates change little
                 yield Sign(
                     6,
                     f"The reward seems to rise {where}, but {n} updates are too few to be sure. Continue to {more}: "
                     f"{longer}={more}",
-                    seen.certainty,
+                    0.4 if slow else seen.certainty,
                 )
                 break
         if tasks and self.rewards.low > 0:
@@ -261,6 +281,8 @@ class Climb:
         be the lowest. Returns None if too few rewards are known, or if equal answers to a task earn different rewards.
         """
         newest = [summary for summary in self.scored[-NEWEST:] if summary.parent is None]
+        if len(self.updates) < LOOP or len({summary.reward for summary in newest}) < 2:
+            return None
         tasks: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for summary in newest:
             actions = self.store.tape(summary.id, refresh=False).actions

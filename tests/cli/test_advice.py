@@ -199,8 +199,17 @@ def test_a_warm_start_is_not_proposed_to_a_run_that_had_one(tmp_path: Path, warm
             (store.path / "config.yaml").write_text("warm:\n  tapes: runs/demo\n  updates: 300\n")
             Results(format=1, imitated=["a"] * 2000).write(store.path)
         said = advice(store, "train", lines(40, lambda k: k % 2 / 100, **{"group/flat": 0.9}))
-    assert re.search(r"^First: 90%.*" + ("8,000 .*warm.updates=1200" if warm else r"\(warm\.tapes\)"), said[1])
+    assert re.search(
+        r"^First: .* 0\.005.*90%.*" + ("8,000 .*warm.updates=1200" if warm else r"\(warm\.tapes\)"), said[1]
+    )
     assert not warm or "warm.tapes" not in " ".join(said)
+
+
+def test_a_trend_that_changes_little_comes_after_the_start(tmp_path: Path) -> None:
+    with attempts(tmp_path, *[(f"{t}", f"{t}-{k}", 0.05 * (k > 0)) for t in range(30) for k in range(9)]) as store:
+        said = advice(store, "train", lines(40, lambda k: 0.04 + k % 3 / 1e3 + k / 6e4))
+    assert re.search(r"seldom.* 0\.05\b.*warm\.tapes", said[1])
+    assert "loop.updates=" in said[2]
 
 
 def test_a_reward_at_its_ceiling_needs_harder_tasks(tmp_path: Path) -> None:
