@@ -266,14 +266,23 @@ def visuals_of(value: object) -> tuple[Visual, ...]:
         raise ValueError(f"a {type(value).__qualname__} is nested too deeply to be recorded") from None
 
 
+def with_visuals(content: object) -> object:
+    """Return the JSON of a step with its pictures and videos as values and its lists as tuples, even if the step's
+    class isn't imported."""
+    if isinstance(content, list):
+        return tuple(with_visuals(part) for part in content)
+    if not isinstance(content, dict):
+        return content
+    for cls, keys in ((Picture, content.keys() | {"alt"}), (Video, content.keys())):
+        if keys == cls.model_fields.keys():
+            with suppress(ValueError):
+                return cls.model_validate(content, context=RECORDED)
+    return {name: with_visuals(part) for name, part in content.items()}
+
+
 def videos_in(content: object) -> Iterator[Video]:
     """Yield the videos in the JSON of a step, even if the step's class isn't imported."""
-    if isinstance(content, dict) and content.keys() == Video.model_fields.keys():
-        with suppress(ValueError):
-            yield Video.model_validate(content, context=RECORDED)
-    elif isinstance(content, dict | list):
-        for part in content.values() if isinstance(content, dict) else content:
-            yield from videos_in(part)
+    return (one for one in _walked(with_visuals(content)) if isinstance(one, Video))
 
 
 def _files(value: object) -> Iterator[MediaReference | Picture]:

@@ -115,15 +115,7 @@ def _parts(value: object) -> Iterator[str | Visual]:
     if isinstance(value, Picture | Video):
         yield value
     elif isinstance(value, BaseModel):
-        plain: dict[str, object] = {}
-        for name, part in value.__dict__.items():
-            if visuals_of(part):
-                yield from _text_of(plain)
-                plain = {}
-                yield from _parts(part)
-            elif part is not None and part != ():
-                plain[name] = part
-        yield from _text_of(plain)
+        yield from _parts_of_fields(value.__dict__)
     elif isinstance(value, dict):
         for name, part in value.items():
             yield str(name)
@@ -133,6 +125,29 @@ def _parts(value: object) -> Iterator[str | Visual]:
             yield from _parts(part)
     else:
         yield from _text_of({"": value})
+
+
+def _parts_of_fields(fields: Mapping[str, object]) -> Iterator[str | Visual]:
+    plain: dict[str, object] = {}
+    for name, part in fields.items():
+        if visuals_of(part):
+            yield from _text_of(plain)
+            plain = {}
+            yield from _parts(part)
+        elif part is not None and part != ():
+            plain[name] = part
+    yield from _text_of(plain)
+
+
+def text_of_fields(fields: Mapping[str, object]) -> str:
+    """Return the text of a step that has these fields and whose class doesn't define `__str__`."""
+    if len(fields) == 1:
+        (only,) = fields.values()
+        if isinstance(only, str | int | float | bool):
+            return str(only)
+    if visuals_of(fields):
+        return "\n".join(str(part) for part in _parts_of_fields(fields) if part != "")
+    return to_json(fields, inf_nan_mode="strings").decode()
 
 
 def _text_of(fields: dict[str, object]) -> Iterator[str]:

@@ -7,12 +7,25 @@ It shows rewards and private parts, so it is meant for users, not for agents. Al
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Sequence
+from typing import cast
 
 from pydantic import JsonValue
 
+from .pictures import with_visuals
 from .records import Call
-from .steps import ParseError, Role, Step, ToolCall, ToolCalls, ToolResults, role_of
+from .steps import (
+    ParseError,
+    Role,
+    Step,
+    ToolCall,
+    ToolCalls,
+    ToolResults,
+    Unknown,
+    parts_of,
+    role_of,
+    text_of_fields,
+)
 from .tape import Tape
 from .value import Value
 
@@ -198,16 +211,14 @@ def _cause(tape: Tape) -> str | None:
 
 def kind_of(step: Step) -> str:
     """Return the step's kind on the tape, even if its class is not imported."""
-    return getattr(step, "original", None) or step.kind
+    return step.original if isinstance(step, Unknown) else step.kind
 
 
 def reads(step: Step) -> str:
     """Return `str(step)`. For a step whose class is not imported, apply `Step.__str__` to its content."""
-    if getattr(step, "original", None) is None:
-        return str(step)
-    content: dict[str, Any] = step.content  # type: ignore[attr-defined]
-    values = list(content.values())
-    return str(values[0]) if len(values) == 1 and isinstance(values[0], str | int | float) else json.dumps(content)
+    if isinstance(step, Unknown):
+        return text_of_fields(cast(dict[str, object], with_visuals(step.content)))
+    return str(step)
 
 
 def fragments_of(step: Step) -> tuple[Fragment, ...]:
@@ -215,23 +226,35 @@ def fragments_of(step: Step) -> tuple[Fragment, ...]:
     if isinstance(step, ToolCalls):
         return tuple(Fragment(text=call_text(call), tool=call.name) for call in step.calls)
     if isinstance(step, ToolResults):
-        return tuple(Fragment(text=one.content, tool=one.name, error=one.error) for one in step.results)
-    return (Fragment(text=reads(step), error=isinstance(step, ParseError)),)
+        return tuple(
+            Fragment(text="\n".join((one.content, *map(str, one.pictures))), tool=one.name, error=one.error)
+            for one in step.results
+        )
+    text = reads(step) if isinstance(step, Unknown) else "\n".join(map(str, parts_of(step)))
+    return (Fragment(text=text, error=isinstance(step, ParseError)),)
 
 
 def shown(step: Step) -> str:
     """Return the text of a step for people. A tool call reads `count(shelf=92)`, and its result `86`. If several tools
     were called at once, each result begins with its tool's name."""
-    found = fragments_of(step)
-    if isinstance(step, ToolResults) and len(found) > 1:
-        return "\n".join(f"{one.tool}: {one.text}" for one in found)
-    return "\n".join(one.text for one in found)
+    return joined(fragments_of(step), role_of(step))
+
+
+def joined(fragments: Sequence[Fragment], role: Role) -> str:
+    """Return the text of a step of this role for people, from its fragments."""
+    named = len(fragments) > 1 and role == "observation"
+    return "\n".join(f"{one.tool}: {one.text}" if named else one.text for one in fragments)
 
 
 def call_text(call: ToolCall) -> str:
     """Return a tool call as it is written in code: `search(query="tapes", limit=3)`."""
     given = (f"{name if name.isidentifier() else _json(name)}={_json(value)}" for name, value in call.arguments.items())
     return f"{call.name}({', '.join(given)})"
+
+
+def plain(value: JsonValue) -> str:
+    """Return a string unchanged, and any other value as JSON."""
+    return value if isinstance(value, str) else _json(value)
 
 
 def _json(value: JsonValue) -> str:

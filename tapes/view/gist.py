@@ -5,7 +5,6 @@ A gist is read from a few records of a tape, so a list reads only the tapes that
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 
 from pydantic import JsonValue
@@ -14,7 +13,7 @@ from ..records import Begin, StepRecord
 from ..schema import parse_record
 from ..store.index import Place
 from ..store.store import Store
-from ..transcript import shown
+from ..transcript import plain, shown
 from ..value import Value
 
 LONGEST = 400
@@ -64,7 +63,7 @@ def _question(public: JsonValue) -> JsonValue:
 
 
 def _text(value: JsonValue) -> str | None:
-    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return None if value is None else plain(value)
 
 
 def _cut(text: str | None) -> str | None:
