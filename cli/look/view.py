@@ -1,4 +1,5 @@
-"""`tapereel view`: show a run in the browser, from a server on this machine or from one file that needs no server."""
+"""`tapereel view`: show a run, or the runs in a folder, in the browser, from a server on this machine or from one file
+that needs no server."""
 
 from __future__ import annotations
 
@@ -17,12 +18,15 @@ from ..scene_arguments import add_server_arguments, variable_value
 from ..signals import stop_event
 
 if TYPE_CHECKING:
+    from ...agents.runs.runner import RunScores
     from ...tapes.store.store import Store
     from ...tapes.view.run_view import Insight
+    from ...tapes.view.runs import Runs
     from ...tapes.view.view_server import Server
 
 EXAMPLE = """
 tapereel view runs/demo
+tapereel view runs
 tapereel view runs/demo --port 8123 --no-browser
 tapereel view runs/demo --out demo.html --tape 019a3c
 """
@@ -30,7 +34,7 @@ tapereel view runs/demo --out demo.html --tape 019a3c
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
-    parser.add_argument("run", help="a run directory; a growing run is shown live")
+    parser.add_argument("run", help="a run directory, or a folder with runs; a growing run is shown live")
     add_server_arguments(parser, key="--token")
     parser.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
     parser.add_argument(
@@ -63,6 +67,16 @@ def run(args: argparse.Namespace) -> int:
 
         return TrainingInsight(store, args.weights, args.tokenizer)
 
+    from ...tapes.view.runs import Runs, is_run
+
+    if Path(args.run).is_dir() and not is_run(args.run):
+        if args.out is not None or args.tape:
+            raise UsageError(f"--out and --tape are for one run, and {args.run} is a folder: name one of its runs")
+        with Runs(args.run, insight=insight, compare=_compare) as runs:
+            if not runs.overview()["runs"]:
+                say(f"{args.run} has no run yet, on its first two levels; one that begins there appears in the browser")
+            _run_server(args, runs)
+        return Exit.HOLDS
     with RunView(args.run, insight=insight) as view:
         if args.out is not None:
             from ...tapes.view.bundle import write_view
@@ -73,11 +87,21 @@ def run(args: argparse.Namespace) -> int:
             return Exit.HOLDS
         if args.tape:
             raise UsageError("--tape chooses what --out writes: add --out FILE.html, or filter in the browser")
-        from ...tapes.view.view_server import Server
-
-        with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(_serve(args, Server(view, args.host, variable_value(args.token))))
+        _run_server(args, view)
     return Exit.HOLDS
+
+
+def _compare(run: Path, split: str | None, against: Path, against_split: str | None) -> RunScores:
+    from ...agents.runs.runner import score_run
+
+    return score_run(run, split, against=against, against_split=against_split)
+
+
+def _run_server(args: argparse.Namespace, view: RunView | Runs) -> None:
+    from ...tapes.view.view_server import Server
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(args, Server(view, args.host, variable_value(args.token))))
 
 
 async def _serve(args: argparse.Namespace, server: Server) -> None:

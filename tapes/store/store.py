@@ -92,6 +92,9 @@ class Store:
         self._writer: SegmentWriter | None = None
         self._books_fold, self._books_lock = BooksFold(), threading.Lock()
         self._books_readers: dict[str, SegmentReader] = {}
+        self.strict = True
+        """Whether changed durable bytes raise Corrupt. If false, a corrupt segment is shown up to its break. The viewer
+        reads runs this way, and reports the breaks itself."""
         self.lease: Lease | None = None
         """The lease under which this process writes updates, or None if this process doesn't lead the run."""
         self.recovered = Recovered()
@@ -314,10 +317,10 @@ class Store:
 
     def refresh(self) -> dict[str, Break]:
         """Read the lines that were written since the last refresh. Return a `Break` for each segment with a torn tail,
-        by segment name. Raises Corrupt if durable bytes changed."""
+        by segment name. Raises Corrupt if durable bytes changed and the store is strict."""
         breaks = self.index.refresh()
         for broken in breaks.values():
-            if broken.verdict == "corrupt":
+            if self.strict and broken.verdict == "corrupt":
                 raise broken.error()
         return breaks
 

@@ -45,6 +45,7 @@ SCRIPTS = (
     "tokens.js",
     "inspector.js",
     "tape.js",
+    "runs.js",
     "app.js",
 )
 """The scripts in the order in which the page loads them."""

@@ -11,12 +11,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 from ..common.text import counted
 from ..store.reader import Break
 from ..store.store import Store
 from ..store.verifier import Report
+from ..store.writer import is_live
 
 REMEMBERED = 2_000
 """Number of revisions that are kept."""
@@ -82,6 +83,18 @@ class Live:
             self.training = self.training or any(t in ("use", "void") for _, t in written)
         self.grown |= tapes
         self.touched(tapes)
+
+
+State = Literal["closed", "running", "died", "not sealed"]
+"""Whether a run's writer has closed it, still lives, or is gone. `not sealed` means that this is unknown."""
+
+
+def state_of(store: Store) -> State:
+    """Return the state of a run. A corrupt segment doesn't count, because its seal may lie after its break."""
+    corrupt = {name for name, found in store.index.refresh().items() if found.verdict == "corrupt"}
+    unsealed = [one.name for one in store.index.segments() if one.sealed is None and one.name not in corrupt]
+    lives = [is_live(store.folder, name, store.disk) for name in unsealed]
+    return "closed" if not lives else "running" if True in lives else "not sealed" if None in lives else "died"
 
 
 class Integrity(TypedDict):

@@ -28,10 +28,18 @@ from ..store.store import Store
 from ..store.summary import Summary
 from ..value import Value
 from .curves import Plot, loss_plots, reward_plot
+from .live import state_of
 
 UNTAUGHT = (
     "No token was trained on, so the weights did not change: no episode was scored, or all attempts of each group "
     "earned the same. `tapereel audit` shows which."
+)
+
+
+NO_METRICS = f"{METRICS} is missing: the run has no metrics, or none yet"
+DIED = (
+    "The writer of this run is gone and has not closed it: it was killed, or it crashed. To continue a training run, "
+    "repeat the command that began it with --resume."
 )
 
 
@@ -127,11 +135,13 @@ def overview_of(
         subtitle=f"{recipe}, lineage {results.lineage}, in {path}" if results.lineage else str(path),
         notes=(
             *notes,
+            *((DIED,) if state_of(store) == "died" else ()),
             *(f"{text}. No number of such files is shown." for text in edited),
+            *((f"{NO_METRICS}.",) if loop and not edited and not metrics.exists() else ()),
             *accounting,
             *advice(store, "train" if lines else None, lines, results.after),
         ),
-        facts=_facts(results, lines, books, seconds, loop.get("updates")),
+        facts=_facts(results, lines, books, seconds, loop.get("updates") if metrics.exists() else None),
         plots=(reward_plot(recipe, metrics, results), *loss_plots(metrics)) if trained else (),
         scores=held_out_scores(results),
         seconds=dict(seconds),

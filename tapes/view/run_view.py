@@ -27,7 +27,7 @@ from ..store.verifier import verify
 from .calls import Uses, call_detail
 from .gist import gist_of
 from .items import SHARD, columns, item, text_of
-from .live import Integrity, Live, quick, whole
+from .live import Integrity, Live, State, quick, state_of, whole
 from .overview import overview_of, trains
 from .tape_map import TapeMap
 
@@ -65,6 +65,7 @@ class RunFacts(TypedDict):
     rev: str | None
     """The revision to pass to `changes`, or None if the page's data never changes."""
     integrity: Integrity
+    state: State
     trains: bool
     """Whether this is a training run, whose page opens at the overview."""
     left_out: NotRequired[list[str]]
@@ -108,6 +109,7 @@ class RunView:
         """`insight` creates the provider of facts about training. It is called when a question first needs these facts.
         Raises UsageError if `run` holds no run."""
         self.store = Store.open(run)
+        self.store.strict = False
         self._make_insight, self._insight = insight, None
         self._maps: OrderedDict[str, TapeMap] = OrderedDict()
         self._uses: Uses | None = None
@@ -137,6 +139,7 @@ class RunView:
             "page": PAGE,
             "piece": PIECE,
             "rev": rev,
+            "state": state_of(self.store),
             "trains": trains(self.store),
             "integrity": self._integrity(),
         }
@@ -219,6 +222,7 @@ class RunView:
     def report(self) -> dict[str, object]:
         """Return the overview page. This reads the whole run through a separate store, so another thread can run it."""
         with Store.open(self.store.path) as store:
+            store.strict = False
             return overview_of(store).model_dump()
 
     def verify(self) -> Integrity:

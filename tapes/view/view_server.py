@@ -1,8 +1,9 @@
-"""The viewer's server: one run, read-only, over HTTP on this machine.
+"""The viewer's server: one run, or the runs of a folder, read-only, over HTTP on this machine.
 
 Every request needs the token as a bearer token, or the cookie that the printed link sets. The link redirects to an
 address without the token, so that the token doesn't stay in the browser's history. The set of static files is fixed, so
-no file path comes from a request. The page's content policy allows only this server's files.
+no file path comes from a request. A folder's run is named by a key that its list gave out. The page's content policy
+allows only this server's files.
 
 A browser sends a cookie to all ports of a host, so another user's server on this machine could receive it. To prevent
 this, the page is below a path that only its own browser knows, and the cookie is sent only for this path.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import html
+import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,18 +30,22 @@ from ..errors import NoSuchTape, TapereelError
 from . import RunView
 from .bundle import IMAGES, POLICY, static_files
 from .live import Integrity
+from .runs import Runs
 
 COOKIE = "tapereel-token"
 _HEADERS = {"Content-Security-Policy": POLICY, "Cross-Origin-Opener-Policy": "same-origin"}
-_Ask = Callable[[Mapping[str, str], Mapping[str, str]], Any]
-"""A function that takes the parts of the path and the query, and returns the answer."""
+_Ask = Callable[[RunView, Mapping[str, str], Mapping[str, str]], Any]
+"""A function that takes the run, the parts of the path and the query, and returns the answer."""
+_RUN = "run/{run:[0-9a-f]{12}}/"
+"""The path of a folder's run below the path of the folder's page."""
+_RUN_PAGE = re.compile(r"run/[0-9a-f]{12}/")
 
 
 class Server(HttpService):
-    """Serves one `RunView`. The view is not thread-safe, so one thread makes all quick calls, one after the other. Slow
-    answers (explanations and reports) use a second thread."""
+    """Serves a `RunView`, or the views of a folder's runs. A view is not thread-safe, so one thread makes all quick
+    calls, one after the other. Slow answers (explanations, reports and comparisons) use a second thread."""
 
-    def __init__(self, view: RunView, host: str = "127.0.0.1", token: str | None = None) -> None:
+    def __init__(self, view: RunView | Runs, host: str = "127.0.0.1", token: str | None = None) -> None:
         super().__init__(host, token)
         self.view = view
         self.home = f"/{secrets.token_urlsafe(12)}/"
@@ -47,7 +53,7 @@ class Server(HttpService):
         self._cookie = secrets.token_urlsafe(24)
         self._thread = ThreadPoolExecutor(1, "tapereel-view")
         self._slow = ThreadPoolExecutor(1, "tapereel-view-explains")
-        self._verifying: asyncio.Task[Integrity] | None = None
+        self._verifying: dict[RunView, asyncio.Task[Integrity]] = {}
 
     @property
     def url(self) -> str:
@@ -77,35 +83,44 @@ class Server(HttpService):
 
     def routes(self) -> Iterator[web.RouteDef]:
         """Yield routes for the static files and for the questions that the page asks."""
+        runs = self.view if isinstance(self.view, Runs) else None
+        base = "/" if runs is None else f"/{_RUN}"
         for name, (kind, body) in static_files().items():
-            yield from self._at("/" if name == "index.html" else f"/{name}", _constant(kind, body))
+            for home in {"/", base}:
+                yield from self._at(home + ("" if name == "index.html" else name), _constant(kind, body))
         asked: dict[str, _Ask] = {
-            "/api/run": lambda at, q: self.view.overview(),
-            "/api/table/{shard:[0-9]{1,9}}": lambda at, q: self.view.table(int(at["shard"])),
-            "/api/changes": lambda at, q: self.view.changes(q.get("rev", "")),
-            "/api/gists": lambda at, q: self.view.gists(q.get("tapes", "").split(",")),
-            "/api/texts": lambda at, q: self.view.texts_of(q.get("tapes", "").split(",")),
-            "/api/curve": lambda at, q: self.view.curve(),
-            "/api/behind/{k:[0-9]{1,9}}": lambda at, q: self.view.behind(int(at["k"])),
-            "/api/tape/{tape}": lambda at, q: self.view.head(at["tape"]),
-            "/api/tape/{tape}/items/{page:[0-9]{1,9}}": lambda at, q: self.view.items(at["tape"], int(at["page"])),
-            "/api/tape/{tape}/turns/{page:[0-9]{1,9}}": lambda at, q: self.view.turns(at["tape"], int(at["page"])),
-            "/api/tape/{tape}/texts/{page:[0-9]{1,9}}": lambda at, q: self.view.texts(at["tape"], int(at["page"])),
-            "/api/tape/{tape}/find": lambda at, q: self.view.find(
-                at["tape"], step=_number(q, "step"), call=q.get("call")
-            ),
-            "/api/tape/{tape}/call": lambda at, q: self.view.call(at["tape"], q.get("call", ""), _number(q, "from")),
-            "/api/tape/{tape}/text/{record:[0-9]{1,9}}": lambda at, q: self.view.text(
+            "run": lambda v, at, q: v.overview(),
+            "table/{shard:[0-9]{1,9}}": lambda v, at, q: v.table(int(at["shard"])),
+            "changes": lambda v, at, q: v.changes(q.get("rev", "")),
+            "gists": lambda v, at, q: v.gists(q.get("tapes", "").split(",")),
+            "texts": lambda v, at, q: v.texts_of(q.get("tapes", "").split(",")),
+            "curve": lambda v, at, q: v.curve(),
+            "behind/{k:[0-9]{1,9}}": lambda v, at, q: v.behind(int(at["k"])),
+            "tape/{tape}": lambda v, at, q: v.head(at["tape"]),
+            "tape/{tape}/items/{page:[0-9]{1,9}}": lambda v, at, q: v.items(at["tape"], int(at["page"])),
+            "tape/{tape}/turns/{page:[0-9]{1,9}}": lambda v, at, q: v.turns(at["tape"], int(at["page"])),
+            "tape/{tape}/texts/{page:[0-9]{1,9}}": lambda v, at, q: v.texts(at["tape"], int(at["page"])),
+            "tape/{tape}/find": lambda v, at, q: v.find(at["tape"], step=_number(q, "step"), call=q.get("call")),
+            "tape/{tape}/call": lambda v, at, q: v.call(at["tape"], q.get("call", ""), _number(q, "from")),
+            "tape/{tape}/text/{record:[0-9]{1,9}}": lambda v, at, q: v.text(
                 at["tape"], int(at["record"]), _number(q, "piece") or 0
             ),
         }
         for path, ask in asked.items():
-            yield from self._at(path, self._answering(ask, self._thread))
-        explain = self._answering(lambda at, q: self.view.explain(at["tape"]), self._slow)
-        yield from self._at("/api/tape/{tape}/explain", explain)
-        yield from self._at("/api/report", self._answering(lambda at, q: self.view.report(), self._slow))
-        yield from self._at("/api/verify", self._verify)
-        yield from self._at("/media/{name}", self._media)
+            yield from self._at(f"{base}api/{path}", self._answering(ask, self._thread))
+        explain = self._answering(lambda v, at, q: v.explain(at["tape"]), self._slow)
+        yield from self._at(f"{base}api/tape/{{tape}}/explain", explain)
+        yield from self._at(f"{base}api/report", self._answering(lambda v, at, q: v.report(), self._slow))
+        yield from self._at(f"{base}api/verify", self._verify)
+        yield from self._at(f"{base}media/{{name}}", self._media)
+        if runs is not None:
+            key = "{run:[0-9a-f]{12}}"
+            yield from self._at("/api/run", self._about_runs(lambda at, q: runs.overview(), self._thread))
+            yield from self._at(f"/api/runs/{key}", self._about_runs(lambda at, q: runs.row(at["run"]), self._slow))
+            compared = self._about_runs(
+                lambda at, q: runs.compared(at["run"], at["other"], q.get("split"), q.get("against")), self._slow
+            )
+            yield from self._at(f"/api/compare/{key}/{{other:[0-9a-f]{{12}}}}", compared)
 
     def _at(self, path: str, handler: Handler) -> Iterator[web.RouteDef]:
         """Yield the route for programs, and the same route for the page."""
@@ -126,9 +141,13 @@ class Server(HttpService):
         return refused
 
     def is_page(self, request: web.Request) -> bool:
-        """Return whether this opens the link or the page. Other sites may link to both, but not frame or read them."""
+        """Return whether this opens the link or a page. Other sites may link to both, but not frame or read them."""
         how = request.headers.get("Sec-Fetch-Mode"), request.headers.get("Sec-Fetch-Dest")
-        return request.path in ("/", self.home) and how == ("navigate", "document")
+        path = request.path.removeprefix(self.home)
+        return (request.path == "/" or not path or _RUN_PAGE.fullmatch(path) is not None) and how == (
+            "navigate",
+            "document",
+        )
 
     def has_token(self, request: web.Request) -> bool:
         """Return whether the request carries the token or the page's cookie. The link has the token in its query."""
@@ -148,12 +167,29 @@ class Server(HttpService):
         body = to_json({"error": why})
         return web.Response(status=status, body=body, content_type="application/json", headers=_HEADERS)
 
+    async def _view(self, request: web.Request) -> RunView:
+        """Return the view of the run that the request names. Raises NoSuchTape if there is none."""
+        if isinstance(self.view, RunView):
+            return self.view
+        loop, key = asyncio.get_running_loop(), request.match_info["run"]
+        return await loop.run_in_executor(self._thread, self.view.view, key)
+
     def _answering(self, ask: _Ask, thread: ThreadPoolExecutor) -> Handler:
         async def handler(request: web.Request) -> web.StreamResponse:
-            def work() -> bytes:
-                return to_json(ask(request.match_info, request.query), inf_nan_mode="strings")
+            async def found() -> bytes:
+                view = await self._view(request)
+                return await _in(thread, lambda: ask(view, request.match_info, request.query))
 
-            return await self._answer_or_error(request, asyncio.get_running_loop().run_in_executor(thread, work))
+            return await self._answer_or_error(request, found())
+
+        return handler
+
+    def _about_runs(
+        self, ask: Callable[[Mapping[str, str], Mapping[str, str]], object], thread: ThreadPoolExecutor
+    ) -> Handler:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            found = _in(thread, lambda: ask(request.match_info, request.query))
+            return await self._answer_or_error(request, found)
 
         return handler
 
@@ -167,12 +203,12 @@ class Server(HttpService):
             return self.refusal(request, 500, str(error))
 
     async def _verify(self, request: web.Request) -> web.StreamResponse:
-        if self._verifying is None or self._verifying.done():
-            self._verifying = asyncio.create_task(asyncio.to_thread(self.view.verify))
-        running = self._verifying
-
         # Several pages may wait for one verification. `shield` keeps it alive if one of them goes away.
         async def found() -> bytes:
+            view = await self._view(request)
+            running = self._verifying.get(view)
+            if running is None or running.done():
+                running = self._verifying[view] = asyncio.create_task(asyncio.to_thread(view.verify))
             return to_json(await asyncio.shield(running))
 
         return await self._answer_or_error(request, found())
@@ -180,7 +216,8 @@ class Server(HttpService):
     async def _media(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
         try:
-            body = await asyncio.to_thread(self.view.store.media.get, f"media:{name}")
+            view = await self._view(request)
+            body = await asyncio.to_thread(view.store.media.get, f"media:{name}")
         except (ValueError, TapereelError) as error:
             return self.refusal(request, 404, str(error))
         kind = IMAGES.get(name[64:])
@@ -198,6 +235,12 @@ def _constant(kind: str, body: bytes) -> Handler:
         return web.Response(body=body, content_type=kind, charset="utf-8")
 
     return handler
+
+
+async def _in(thread: ThreadPoolExecutor, work: Callable[[], object]) -> bytes:
+    """Return the answer of `work`, which runs in the thread, as JSON."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(thread, lambda: to_json(work(), inf_nan_mode="strings"))
 
 
 def _number(query: Mapping[str, str], name: str) -> int | None:

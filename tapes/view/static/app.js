@@ -5,7 +5,7 @@ const POLL_SECONDS = 1;
 const KEYS = [
   ["j / k", "next and previous row, step or attempt"], ["Enter", "open the chosen row"], ["[ / ]", "previous and next tape of the list"],
   ["n / N", "next and previous match; without a search the next and previous failed tape"], ["/", "search"], ["g o", "the overview"], ["g t", "the tapes"], ["g c", "the reward curve"], ["g g", "the group of this tape"],
-  ["u", "back up: from a tape to the list"], ["Esc", "leave the search, close this"], ["d", "light or dark"], ["?", "these keys"],
+  ["u", "back up: from a tape to the list, and from the list to the runs of a folder"], ["x / c", "in a list of runs: choose a run, compare the two chosen runs"], ["Esc", "leave the search, close this"], ["d", "light or dark"], ["?", "these keys"],
 ];
 
 class App {
@@ -23,6 +23,7 @@ class App {
     addEventListener("click", (event) => { if (!event.composedPath().includes(this.badge)) this.badge.open = false; });
     addEventListener("beforeprint", () => { this.folded = [...document.querySelectorAll("main details:not([open])")]; for (const one of this.folded) one.open = true; });
     addEventListener("afterprint", () => { for (const one of this.folded || []) one.open = false; });
+    this.inFolder = T.source.live && /\/run\/[0-9a-f]{12}\/$/.test(location.pathname);
     this.theme(localStorage.getItem("theme"));
     addEventListener("hashchange", () => this.route());
     addEventListener("keydown", (event) => this.key(event));
@@ -34,7 +35,14 @@ class App {
       T.overview = T.source.run();
       this.overview = await T.overview;
     } catch (error) { T.fill(this.main, T.failed(error)); return; }
-    const { tapes, shard, run, rev } = this.overview;
+    const { tapes, shard, run, rev, runs } = this.overview;
+    if (runs) {
+      document.title = `${run} · Tapereel`;
+      this.bar();
+      this.runs = new T.Runs(this);
+      await this.route();
+      return;
+    }
     this.rev = rev;
     this.expected = tapes;
     document.title = `${run} · Tapereel`;
@@ -77,7 +85,7 @@ class App {
     this.pulse = T.h("span", { class: "pulse", role: "status" });
     const tab = (name, label) => T.h("a", { href: `#/${name}`, "data-view": name }, label);
     T.fill(document.getElementById("bar"), T.h("a", { href: "#/", class: "brand" }, "Tapereel"), T.h("span", { class: "run", title: o.path }, T.spelled(o.run)),
-      T.h("nav", { "aria-label": "Views" }, tab("overview", "Overview"), tab("", "Tapes"), tab("curve", "Curve")), this.pulse, T.h("span", { class: "grow" }), this.integrity ? this.badge : null, this.found, this.box, this.regexLabel,
+      T.h("nav", { "aria-label": "Views" }, this.inFolder ? T.h("a", { href: "../../" }, "Runs") : null, o.runs ? tab("", "Runs") : [tab("overview", "Overview"), tab("", "Tapes"), tab("curve", "Curve")]), this.pulse, T.h("span", { class: "grow" }), this.integrity ? this.badge : null, this.found, this.box, this.regexLabel,
       T.button("◐", () => this.theme("other"), { class: "icon", title: "light or dark (d)", "aria-label": "Light or dark" }), T.button("?", () => this.help(), { class: "icon", title: "keys (?)", "aria-label": "Keys" }));
   }
 
@@ -89,7 +97,8 @@ class App {
     const found = this.integrity;
     const kinds = { holds: ["good", "✓", "Verified"], broken: ["bad", "✗", "Broken: some bytes changed"], undecided: ["warn", "?", "Undecided"] };
     const holes = found.holes.length > 0;
-    const [kind, mark, label] = kinds[found.verdict] || (holes ? ["warn", "!", T.plural(found.holes.length, "hole")] : ["plain", "◇", "Lines checked"]);
+    const { state } = this.overview;
+    const [kind, mark, label] = kinds[found.verdict] || (state === "died" ? ["warn", "!", "Not closed"] : holes ? ["warn", "!", T.plural(found.holes.length, "hole")] : ["plain", "◇", "Lines checked"]);
     const titles = { holds: "Every byte is as it was written", broken: "Broken: some bytes changed, or can't be read", undecided: "The check could not decide whether this run is whole" };
     const part = (title, lines) => (lines.length ? [T.h("h3", null, title), T.h("ul", null, lines.slice(0, 60).map((line) => T.h("li", null, T.spelled(line))), lines.length > 60 ? T.h("li", null, `and ${T.count(lines.length - 60)} more`) : null)] : null);
     this.badge.className = `badge ${kind}`;
@@ -98,7 +107,7 @@ class App {
         T.h("h2", null, titles[found.verdict] || "Each line was checked as it was read", found.at ? T.h("small", null, ` at ${T.time(found.at)}`) : null),
         T.source.live ? T.button(this.verifying ? "Verifying…" : found.kind === "verify" ? "Verify again" : "Verify every byte", () => this.verify(), { disabled: Boolean(this.verifying) }) : null,
         part("Broken", found.broken), part("Holes", found.holes), part("Checked", found.checked), part("Not checked", found.not_checked),
-        part("Not sealed: still being written, or their writer died", found.live), part("Not in this file", this.overview.left_out || []),
+        part({ running: "Being written", died: "Not sealed: their writer is gone" }[state] || "Not sealed: still being written, or their writer died", found.live), part("Not in this file", this.overview.left_out || []),
         found.head ? [T.h("h3", null, "Head"), T.h("code", null, T.spelled(found.head))] : null));
   }
 
@@ -164,7 +173,7 @@ class App {
     this.box.hidden = !inTape;
     this.regexLabel.hidden = !inTape;
     if (!inTape) this.showFound("");
-    const name = view === this.overviewPage ? "overview" : view === this.curve ? "curve" : view === this.table ? "" : null;
+    const name = view === this.overviewPage ? "overview" : view === this.curve ? "curve" : view === this.table || view === this.runs ? "" : null;
     document.querySelectorAll("#bar nav a").forEach((link) => { if (link.dataset.view === name) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current"); });
   }
 
@@ -173,7 +182,8 @@ class App {
     let parts;
     try { parts = path.split("/").slice(1).map(decodeURIComponent); } catch { parts = [""]; }
     try {
-      if (parts[0] === "tape" && parts[1]) { if (!this.table.base) await this.table.set(""); this.show(this.tape); await this.tape.open(parts[1], parts[2], parts[3]); }
+      if (this.runs) { this.show(this.runs); await this.runs.open(parts, query); }
+      else if (parts[0] === "tape" && parts[1]) { if (!this.table.base) await this.table.set(""); this.show(this.tape); await this.tape.open(parts[1], parts[2], parts[3]); }
       else if (parts[0] === "group" && parts[1]) {
         this.show(this.group);
         // The attempts of a group may be anywhere in the table, so all of it is read first.
@@ -201,6 +211,7 @@ class App {
     if (writing || event.ctrlKey || event.metaKey || event.altKey) return;
     if (this.going) {
       this.going = false;
+      if (this.runs) return;
       if (event.key === "t") this.go("#/");
       else if (event.key === "o") this.go("#/overview");
       else if (event.key === "c") this.go("#/curve");
@@ -209,10 +220,10 @@ class App {
     }
     const does = {
       j: () => this.view.move && this.view.move(1), k: () => this.view.move && this.view.move(-1),
-      Enter: () => (this.view === this.table ? this.table.open() : this.view === this.group ? this.group.openChosen() : null),
+      Enter: () => (this.view === this.table ? this.table.open() : this.view.openChosen && this.view.openChosen()), x: () => this.runs && this.runs.mark(), c: () => this.runs && this.runs.goCompare(),
       "]": () => (this.view === this.tape ? this.beside(1) : null), "[": () => (this.view === this.tape ? this.beside(-1) : null),
       n: () => this.next(1), N: () => this.next(-1), g: () => { this.going = true; }, d: () => this.theme("other"), "?": () => this.help(),
-      u: () => { if (this.view !== this.table) history.length > 1 && this.came ? history.back() : this.go(this.lastList || "#/"); },
+      u: () => { if (this.view === this.table) { if (this.inFolder) location.assign("../../"); } else history.length > 1 && this.came ? history.back() : this.go(this.lastList || "#/"); },
       "/": () => { const box = this.view === this.tape ? this.box : document.getElementById("search"); if (box) { box.focus(); box.select(); } },
     }[event.key];
     if (!does || !this.view || (event.key === "Enter" && event.target.closest("button, a, summary, svg"))) return;

@@ -1,5 +1,5 @@
-// Builds the page from values. Text becomes text nodes, never markup. An address is a fragment of this page, a media file
-// of this run, or a picture in a report. Control characters, and characters that reverse or hide text, are spelled out (`U+202E`).
+// Builds the page from values. Text becomes text nodes, never markup. An address is a fragment of this page, a run of
+// this folder or the way back to it, a media file of this run, or a picture in a report. Control characters, and characters that reverse or hide text, are spelled out (`U+202E`).
 "use strict";
 
 const T = {};
@@ -18,7 +18,7 @@ T.h = (tag, props, ...children) => {
 };
 
 T.address = (value) => {
-  if (!/^#|^media\/[0-9a-f]{64}(\.[a-z0-9]{1,12})?$|^data:image\/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]*$/.test(value)) throw new Error(`not an address of this page: ${value}`);
+  if (!/^(run\/[0-9a-f]{12}\/|\.\.\/\.\.\/)?(#|$)|^media\/[0-9a-f]{64}(\.[a-z0-9]{1,12})?$|^data:image\/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]*$/.test(value)) throw new Error(`not an address of this page: ${value}`);
   return value;
 };
 

@@ -48,6 +48,11 @@ class ServerSource {
   report() { return this.ask("api/report"); }
   behind(k) { return this.ask(`api/behind/${k}`); }
   verify() { return this.ask("api/verify"); }
+  row(run) { return this.ask(`api/runs/${run}`); }
+  compare(first, second, split, against) {
+    const asked = Object.entries({ split, against }).filter(([, value]) => value !== null);
+    return this.ask(`api/compare/${encodeURIComponent(first)}/${encodeURIComponent(second)}?${new URLSearchParams(asked)}`);
+  }
   media(name) { return `media/${name}`; }
   head(tape) { return this.kept(this.of(tape)); }
   items(tape, page) { return this.kept(`${this.of(tape)}/items/${page}`); }

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tapereel.tapes.view import RunView
+from tapereel.tapes.view.runs import Runs
 from tapereel.tapes.view.view_server import Server
 
 from ...finetune.loop.hosting import in_thread
@@ -30,10 +31,19 @@ def served(
     run: Path, *, host: str = "127.0.0.1", token: str | None = None, insight: Callable[[Any], Any] | None = None
 ) -> Iterator[Server]:
     """The server of a run, at work."""
+    with serving_view(lambda: RunView(run, insight=insight), host, token) as server:
+        yield server
+
+
+@contextmanager
+def serving_view(
+    opened: Callable[[], RunView | Runs], host: str = "127.0.0.1", token: str | None = None
+) -> Iterator[Server]:
+    """The server of a view, at work."""
 
     @asynccontextmanager
     async def up() -> AsyncIterator[Server]:
-        with RunView(run, insight=insight) as view:
+        with opened() as view:
             async with Server(view, host, token).serving() as server:
                 yield server
 

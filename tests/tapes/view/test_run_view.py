@@ -14,6 +14,7 @@ from tapereel.tapes.errors import NoSuchTape
 from tapereel.tapes.steps import _registry
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.view import RunView
+from tapereel.tapes.view.overview import DIED
 from tapereel.tapes.view.run_view import PAGE, PIECE
 
 from ...agents.picture_worlds import square
@@ -273,6 +274,11 @@ def test_a_changed_byte_and_a_missing_segment_show(tmp_path: Path):
         assert integrity["verdict"] == "broken"
         assert second.stem in integrity["broken"][0]
         assert view.overview()["tapes"] == 13, "what is intact is shown"
+        assert view.overview()["state"] == "closed"
+        assert view.head("g0a1")["turns"] == 3
+        assert len(view.curve()["points"]) == 2
+        notes: Any = view.report()["notes"]
+        assert second.stem in notes[0], "the overview says so, and shows the rest"
     first.unlink()
     (run / "tapes" / "index.sqlite").unlink()
     with RunView(run) as view:
@@ -289,6 +295,8 @@ def test_a_torn_tail_is_a_hole(tmp_path: Path):
     with RunView(tmp_path / "run") as view:
         integrity = view.overview()["integrity"]
         assert view.head("t")["items"] == 5
+        assert view.overview()["state"] == "died"
+        assert view.report()["notes"] == (DIED,)
     assert integrity["broken"] == []
     assert integrity["live"] == [segment.stem]
     assert segment.stem in integrity["holes"][0]
