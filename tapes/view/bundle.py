@@ -37,6 +37,7 @@ SCRIPTS = (
     "source.js",
     "rows.js",
     "list.js",
+    "rich.js",
     "search.js",
     "table.js",
     "curve.js",

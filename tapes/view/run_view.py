@@ -275,6 +275,7 @@ class RunView:
             "holes": tape_map.holes,
             "episode": tape_map.episode,
             "components": _components(tape_map),
+            "gist": gist_of(self.store, tape).model_dump(),
             "taken": self.uses.taken_by(tape),
             "children": [found.id for found in self.store.index.tapes("parent = ?", (tape,))],
             "checks": self._checks(tape_map),

@@ -3,9 +3,11 @@
 
 const POLL_SECONDS = 1;
 const KEYS = [
-  ["j / k", "next and previous row, step or attempt"], ["Enter", "open the chosen row"], ["[ / ]", "previous and next tape of the list"],
-  ["n / N", "next and previous match; without a search the next and previous failed tape"], ["/", "search"], ["g o", "the overview"], ["g t", "the tapes"], ["g c", "the reward curve"], ["g g", "the group of this tape"],
-  ["u", "back up: from a tape to the list, and from the list to the runs of a folder"], ["x / c", "in a list of runs: choose a run, compare the two chosen runs"], ["Esc", "leave the search, close this"], ["d", "light or dark"], ["?", "these keys"],
+  ["j / k", "next and previous row, step or attempt"], ["Enter", "open the chosen row; on a phone, inspect the chosen step"], ["[ / ]", "previous and next tape of the list"],
+  ["n / N", "next and previous match; without a search the next and previous failed tape"], ["/", "search"], ["f", "the filters"], ["x", "clear the filters; in a list of runs, choose a run"], ["c", "the columns; in a list of runs, compare the two chosen"],
+  ["m", "texts formatted, or raw"], ["l", "show more or less of the chosen step"], ["i", "open or close the inspector"], ["1 / 4", "request, changes, tokens and training of a call"], ["y", "copy a link"], ["a", "all attempts of a group"],
+  ["g o", "the overview"], ["g t", "the tapes"], ["g c", "the reward curve"], ["g g", "the group of this tape"],
+  ["v", "verify every byte"], ["b", "what was verified"], ["u", "back up: from a tape to the list, and from the list to the runs of a folder"], ["Esc", "leave the search, close this"], ["d", "light or dark"], ["?", "these keys"],
 ];
 
 class App {
@@ -86,7 +88,7 @@ class App {
     const tab = (name, label) => T.h("a", { href: `#/${name}`, "data-view": name }, label);
     T.fill(document.getElementById("bar"), T.h("a", { href: "#/", class: "brand" }, "Tapereel"), T.h("span", { class: "run", title: o.path }, T.spelled(o.run)),
       T.h("nav", { "aria-label": "Views" }, this.inFolder ? T.h("a", { href: "../../" }, "Runs") : null, o.runs ? tab("", "Runs") : [tab("overview", "Overview"), tab("", "Tapes"), tab("curve", "Curve")]), this.pulse, T.h("span", { class: "grow" }), this.integrity ? this.badge : null, this.found, this.box, this.regexLabel,
-      T.button("◐", () => this.theme("other"), { class: "icon", title: "light or dark (d)", "aria-label": "Light or dark" }), T.button("?", () => this.help(), { class: "icon", title: "keys (?)", "aria-label": "Keys" }));
+      T.button("◐", () => this.theme("other"), { class: "icon", title: "light or dark (d)", "aria-keyshortcuts": "d", "aria-label": "Light or dark" }), T.button("?", () => this.help(), { class: "icon", title: "keys (?)", "aria-keyshortcuts": "?", "aria-label": "Keys" }));
   }
 
   showFound(text) { this.found.textContent = T.plain(text); }
@@ -102,10 +104,10 @@ class App {
     const titles = { holds: "Every byte is as it was written", broken: "Broken: some bytes changed, or can't be read", undecided: "The check could not decide whether this run is whole" };
     const part = (title, lines) => (lines.length ? [T.h("h3", null, title), T.h("ul", null, lines.slice(0, 60).map((line) => T.h("li", null, T.spelled(line))), lines.length > 60 ? T.h("li", null, `and ${T.count(lines.length - 60)} more`) : null)] : null);
     this.badge.className = `badge ${kind}`;
-    T.fill(this.badge, T.h("summary", { title: "what was verified" }, T.h("span", { class: "verdict" }, mark, T.h("span", { class: "label" }, ` ${label}`))),
+    T.fill(this.badge, T.h("summary", { title: "what was verified (b)", "aria-keyshortcuts": "b" }, T.h("span", { class: "verdict" }, mark, T.h("span", { class: "label" }, ` ${label}`))),
       T.h("div", { class: "badge-body" },
         T.h("h2", null, titles[found.verdict] || "Each line was checked as it was read", found.at ? T.h("small", null, ` at ${T.time(found.at)}`) : null),
-        T.source.live ? T.button(this.verifying ? "Verifying…" : found.kind === "verify" ? "Verify again" : "Verify every byte", () => this.verify(), { disabled: Boolean(this.verifying) }) : null,
+        T.source.live ? T.button(this.verifying ? "Verifying…" : found.kind === "verify" ? "Verify again" : "Verify every byte", () => this.verify(), { disabled: Boolean(this.verifying), "aria-keyshortcuts": "v" }) : null,
         part("Broken", found.broken), part("Holes", found.holes), part("Checked", found.checked), part("Not checked", found.not_checked),
         part({ running: "Being written", died: "Not sealed: their writer is gone" }[state] || "Not sealed: still being written, or their writer died", found.live), part("Not in this file", this.overview.left_out || []),
         found.head ? [T.h("h3", null, "Head"), T.h("code", null, T.spelled(found.head))] : null));
@@ -218,12 +220,17 @@ class App {
       else if (event.key === "g" && this.view === this.tape && this.tape.head && this.tape.head.group) this.go(`#/group/${encodeURIComponent(this.tape.head.group)}`);
       return;
     }
+    const inTape = this.view === this.tape;
     const does = {
       j: () => this.view.move && this.view.move(1), k: () => this.view.move && this.view.move(-1),
-      Enter: () => (this.view === this.table ? this.table.open() : this.view.openChosen && this.view.openChosen()), x: () => this.runs && this.runs.mark(), c: () => this.runs && this.runs.goCompare(),
+      Enter: () => (this.view === this.table ? this.table.open() : inTape ? this.tape.inspect(true) : this.view.openChosen && this.view.openChosen()),
       "]": () => (this.view === this.tape ? this.beside(1) : null), "[": () => (this.view === this.tape ? this.beside(-1) : null),
       n: () => this.next(1), N: () => this.next(-1), g: () => { this.going = true; }, d: () => this.theme("other"), "?": () => this.help(),
-      u: () => { if (this.view === this.table) { if (this.inFolder) location.assign("../../"); } else history.length > 1 && this.came ? history.back() : this.go(this.lastList || "#/"); },
+      u: () => { if (this.view !== this.table) this.go(this.runs ? "#/" : this.table.address()); else if (this.inFolder) location.assign("../../"); },
+      m: () => (inTape ? this.tape.format() : null), i: () => (inTape ? this.tape.inspect() : null), y: () => (inTape ? this.tape.copy() : null), l: () => (inTape ? this.tape.fold(this.tape.at) : null), a: () => (this.view === this.group ? this.group.all() : null),
+      f: () => this.table.unfold("select"), c: () => (this.runs ? this.runs.goCompare() : this.table.unfold(".columns input")), x: () => (this.runs ? this.runs.mark() : this.view === this.table ? this.table.clear() : null),
+      v: () => (T.source.live && !this.verifying ? this.verify() : null), b: () => { this.badge.open = !this.badge.open; },
+      ...Object.fromEntries(["1", "2", "3", "4"].map((key) => [key, () => this.tape.inspector.turnTo(Number(key) - 1)])),
       "/": () => { const box = this.view === this.tape ? this.box : document.getElementById("search"); if (box) { box.focus(); box.select(); } },
     }[event.key];
     if (!does || !this.view || (event.key === "Enter" && event.target.closest("button, a, summary, svg"))) return;

@@ -148,6 +148,8 @@ T.loading = (text) => T.h("p", { class: "state loading", role: "status" }, text)
 
 T.failed = (error) => T.state("That can't be shown", String(error && error.message ? error.message : error));
 
+T.phone = matchMedia("(max-width: 720px)");
+
 let toastTimer = 0;
 T.toast = (text) => {
   const place = document.getElementById("toast");

@@ -63,7 +63,8 @@ T.Group = class {
           const one = turns[turn];
           if (!one) return cell(T.h("span", { class: "none" }, "ended"));
           if (one.step === null) return cell(T.h("span", { class: "hole" }, "no action"));
-          return cell(T.h("a", { class: "act", href: `#/tape/${encodeURIComponent(row.id)}/step/${one.step}` }, T.spelled(one.text || "(empty)")), " ",
+          return cell(T.h("a", { class: "act", href: `#/tape/${encodeURIComponent(row.id)}/step/${one.step}` }, one.text ? T.broken(one.text) : "(empty)"),
+            one.result === null ? null : T.h("div", { class: `result${one.failed ? " bad" : ""}` }, "→ ", T.broken(one.result)), " ",
             one.reward === null ? null : T.earned(one.reward));
         }));
       })));
@@ -72,8 +73,14 @@ T.Group = class {
       T.h("h2", null, "Group ", T.spelled(group)),
       T.h("p", { class: "note" }, `${T.plural(this.found.length, "attempt")} at `, T.spelled(this.found[0].task), ` · mean reward ${T.number(mean)} over ${T.count(scored.length)} scored`,
         flat ? " · all rewards are equal: a group without an advantage" : "",
-        this.found.length > this.shown ? T.button(`show all ${this.found.length}`, () => { this.shown = this.found.length; this.draw(group); }, { class: "link" }) : null),
+        this.found.length > this.shown ? T.button(`show all ${this.found.length}`, () => this.all(), { class: "link", "aria-keyshortcuts": "a", title: "show all attempts (a)" }) : null),
       T.h("div", { class: "scroll", tabindex: "0", "aria-label": "Attempts side by side" }, table));
+  }
+
+  all() {
+    if (!this.found || this.shown === this.found.length) return;
+    this.shown = this.found.length;
+    this.draw(this.found[0].group);
   }
 
   move(by) {

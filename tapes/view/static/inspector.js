@@ -18,7 +18,9 @@ T.Inspector = class {
     this.clear();
   }
 
-  clear() { T.fill(this.root, T.state("Nothing chosen", "Choose a step or a call to see its exact request, its tokens and their use in training.")); }
+  closing() { return T.button("✕", () => this.tape.inspect(false), { class: "icon close", title: "close the inspector (i)", "aria-label": "Close the inspector", "aria-keyshortcuts": "i" }); }
+
+  clear() { T.fill(this.root, T.h("h2", null, this.closing()), T.state("Nothing chosen", "Choose a step or a call to see its exact request, its tokens and their use in training.")); }
 
   async show(item) {
     const asked = (this.asked = {});
@@ -54,7 +56,7 @@ T.Inspector = class {
   title(item) {
     const names = { begin: "Begin", call: "Call", end: "End", reward: "Reward layer", label: "Label layer", tokens: "Token layer", hole: "Hole" };
     const name = item.t === "step" ? `${item.role[0].toUpperCase()}${item.role.slice(1)} · step ${item.step}` : names[item.t] || item.t;
-    return T.h("h2", null, name, item.inherited ? T.chip("inherited", "", "belongs to the tape that this tape was forked from") : null);
+    return T.h("h2", null, name, this.closing(), item.inherited ? T.chip("inherited", "", "belongs to the tape that this tape was forked from") : null);
   }
 
   step(item) {
@@ -117,7 +119,7 @@ T.Inspector = class {
     const bar = T.h("div", { class: "tabs", role: "tablist" });
     const pick = (name) => {
       this.tab = name;
-      T.fill(bar, Object.keys(tabs).map((one) => T.button(one, () => { this.picked = true; pick(one); bar.querySelector('[aria-selected="true"]').focus(); }, { role: "tab", "aria-selected": String(one === name) })));
+      T.fill(bar, Object.keys(tabs).map((one) => T.button(one, () => { this.picked = true; pick(one); bar.querySelector('[aria-selected="true"]').focus(); }, { role: "tab", "aria-keyshortcuts": String(Object.keys(tabs).indexOf(one) + 1), "aria-selected": String(one === name) })));
       T.fill(pane, tabs[name]());
     };
     const cost = call.usage.cost === null ? null : `$${T.number(call.usage.cost, 4)}`;
@@ -129,8 +131,12 @@ T.Inspector = class {
         call.split ? T.fact("new row", T.chip(T.plain(call.split), "warn")) : [], T.fact("took", T.seconds(call.seconds), cost ? ` · ${cost}` : "", call.retries ? T.chip(T.plural(call.retries, "retry").replace("retrys", "retries"), "warn") : null),
         call.errors.map((error) => T.fact("error", T.h("span", { class: "bad" }, T.spelled(error))))),
       bar, pane);
+    this.turnTo = (k) => { const name = Object.keys(tabs)[k]; if (name && bar.isConnected) { this.picked = true; pick(name); this.tape.inspect(true); } };
     pick(this.tab);
   }
+
+  // Show tab k of the call in view; without a call there is none.
+  turnTo() {}
 
   request(call) {
     const place = T.h("div", { class: "messages" });

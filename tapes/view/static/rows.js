@@ -55,7 +55,8 @@ T.Rows = class {
     return column.words.map((word, k) => [word, counts[k]]).filter(([, n]) => n);
   }
 
-  // Rank of a row's end: failures first, then limits and cancellations, running tapes, finished tapes.
+  // Rank of a row's end: failures first, then limits and cancellations, running tapes, finished tapes. Finished tapes
+  // without a reward, such as demonstrations, come last.
   rank(row) {
     const status = this.value("status", row);
     if (status === "error" || status === "crashed") return 0;
@@ -63,7 +64,7 @@ T.Rows = class {
     if (status === "limit") return this.value("cause", row) === "seconds" ? 1 : 2;
     if (status === "truncated") return 2;
     if (status === "running") return 3;
-    return this.columns.reward[row] === null ? 4 : 5;
+    return 4;
   }
 
   select(filter) {
@@ -103,6 +104,7 @@ T.Rows = class {
     if (sort === "newest") return found.sort(newest);
     if (sort === "oldest") return found.sort((a, b) => newest(b, a));
     if (sort === "best") return found.sort((a, b) => (reward[b] ?? -Infinity) - (reward[a] ?? -Infinity) || newest(a, b));
+    if (!Object.hasOwn(this.columns, sort)) return found.sort(newest);
     const column = this.columns[sort];
     if (column instanceof Words) return found.sort((a, b) => (this.value(sort, a) < this.value(sort, b) ? -1 : 1));
     return found.sort((a, b) => (column[b] ?? -Infinity) - (column[a] ?? -Infinity) || newest(a, b));

@@ -1,14 +1,52 @@
 // The table of tapes with its filters, failures first.
 "use strict";
 
-const COLUMNS = [
-  ["status", "Status", "worst"], ["reward", "Reward", "best"], ["task", "Task", "task"], ["split", "Split", "split"],
-  ["group", "Group", "group"], ["turns", "Turns", "turns"], ["tokens", "Tokens", "tokens"], ["version", "Version", "version"],
-  ["agent", "Agent", "agent"], ["begun", "Began", "newest"],
-];
-const FILTERS = ["status", "split", "agent", "task", "group", "version", "checks", "min", "max", "unscored", "sort", "update", "text", "re"];
+// Name: label, order that its heading chooses, width. The first eight are shown unless others are chosen.
+const COLUMNS = {
+  question: ["Question", null, "minmax(140px, 3fr)"], expected: ["Expected", null, "minmax(64px, 1fr)"], given: ["Given", null, "minmax(84px, 1.4fr)"],
+  reward: ["Reward", "best", "62px"], status: ["Ended", "worst", "minmax(126px, 1fr)"], turns: ["Turns", "turns", "50px"], split: ["Split", "split", "58px"], begun: ["Began", "newest", "146px"],
+  task: ["Task", "task", "minmax(80px, 1.2fr)"], id: ["Tape", null, "minmax(110px, 1.2fr)"], group: ["Group", "group", "minmax(90px, 1.2fr)"], agent: ["Agent", "agent", "minmax(64px, .8fr)"], env: ["Environment", "env", "minmax(84px, .8fr)"],
+  version: ["Version", "version", "minmax(80px, 1fr)"], tokens: ["Tokens", "tokens", "68px"], calls: ["Calls", "calls", "54px"], seconds: ["Took", "seconds", "72px"],
+};
+const USUAL = Object.keys(COLUMNS).slice(0, 8);
+const GISTS = ["question", "expected", "given"];
+const FILTERS = ["status", "split", "agent", "task", "group", "version", "checks", "min", "max", "unscored", "update", "text", "re"];
+const VIEW = ["sort", "cols"]; // parts of an address that exclude no tape
 
 const AT_ONCE = 40;
+const KEPT_GISTS = 2000;
+const GISTS_AT_ONCE = 60;
+
+// What the tapes in view were asked and answered. It is read when a row has come to rest in view, and kept until the
+// row changes; the least recently shown is dropped first.
+class Gists {
+  constructor(list) { Object.assign(this, { list, kept: new Map(), wanted: new Map(), failed: "" }); }
+
+  // The gist of a row; undefined until it has been read.
+  of(row) {
+    const key = `${row.id} ${row.status} ${row.turns}`;
+    const found = this.kept.get(key);
+    if (found) { this.kept.delete(key); this.kept.set(key, found); }
+    else if (!this.failed) { this.wanted.set(row.id, key); this.soon(); }
+    return found;
+  }
+
+  soon() { if (!this.timer) this.timer = setTimeout(() => this.read(), 60); }
+
+  async read() {
+    const { drawn } = this.list;
+    const ids = [...new Set([...drawn.values()].map((made) => made.dataset.tape))].filter((id) => this.wanted.has(id)).slice(0, GISTS_AT_ONCE);
+    const keys = new Map(ids.map((id) => [id, this.wanted.get(id)]));
+    this.wanted.clear();
+    try {
+      const found = ids.length ? await T.source.gists(ids) : {};
+      for (const [id, key] of keys) this.kept.set(key, found[id] || {});
+    } catch (error) { this.failed = error.message; }
+    while (this.kept.size > KEPT_GISTS) this.kept.delete(this.kept.keys().next().value);
+    this.timer = 0;
+    for (const [k, made] of [...drawn]) if (keys.has(made.dataset.tape)) this.list.refresh(k, k + 1);
+  }
+}
 
 T.Table = class {
   constructor(app) {
@@ -16,26 +54,38 @@ T.Table = class {
     this.filter = {};
     this.at = 0;
     this.found = [];
-    this.filters = T.h("div", { class: "filters", role: "search", "aria-label": "Filters" });
+    this.chosen = null; // the id of the row that the user chose
+    this.fold = T.h("details", { open: !T.phone.matches });
+    this.filters = T.h("div", { class: "filters", role: "search", "aria-label": "Filters" }, this.fold);
     this.note = T.h("p", { class: "note", role: "status" });
     this.headings = T.h("div", { class: "trow headings", role: "row" });
     this.place = T.h("div", { class: "rows" });
     this.root = T.h("div", { class: "table-view" }, this.filters, this.note,
-      T.h("div", { class: "table", role: "presentation" }, this.headings, this.place));
-    this.list = new T.List(this.place, { draw: (k) => this.draw(k), height: 34, fixed: true, role: "grid", label: "Tapes" });
+      this.grid = T.h("div", { class: "table", role: "grid", "aria-label": "Tapes" }, T.h("div", { role: "rowgroup" }, this.headings), this.place));
+    this.list = new T.List(this.place, { draw: (k) => this.draw(k), height: 34, fixed: true, role: "rowgroup" });
+    this.gists = new Gists(this.list);
     this.place.addEventListener("click", (event) => {
       const row = event.target.closest("[data-k]");
       if (row && !event.target.closest("a")) this.open(Number(row.dataset.k));
     });
+    this.narrow = matchMedia("(max-width: 1080px)");
+    T.phone.addEventListener("change", () => { this.fold.open = !T.phone.matches; this.drawFilters(); this.select(); });
+    this.narrow.addEventListener("change", () => { this.drawFilters(); this.select(); });
     this.drawFilters();
+  }
+
+  // The columns that are shown.
+  get columns() {
+    const chosen = (this.filter.cols || "").split(",").filter((name) => Object.hasOwn(COLUMNS, name));
+    return chosen.length ? chosen : this.narrow.matches ? USUAL.slice(0, 6) : USUAL;
   }
 
   // The filters of a link: `?status=error&reward…`.
   set(query) {
     this.filter = {};
-    this.chosen = new URLSearchParams(query).get("row");
     for (const [name, value] of new URLSearchParams(query)) {
-      if (!FILTERS.includes(name) || value === "") continue;
+      if (name === "row") this.chosen = value;
+      if (![...FILTERS, ...VIEW].includes(name) || value === "") continue;
       this.filter[name] = name === "min" || name === "max" ? Number(value) : value;
       if (Number.isNaN(this.filter[name])) delete this.filter[name];
     }
@@ -43,20 +93,23 @@ T.Table = class {
     return this.apply();
   }
 
+  // The address of the list, with its filters and its chosen row.
+  address() {
+    const query = new URLSearchParams();
+    for (const name of [...FILTERS, ...VIEW]) if (this.filter[name] !== undefined && this.filter[name] !== "" && this.filter[name] !== false) query.set(name, this.filter[name]);
+    if (this.chosen !== null) query.set("row", this.chosen);
+    const text = query.toString().replaceAll("%2C", ",");
+    return text ? `#/?${text}` : "#/";
+  }
+
   change(changes) {
     this.filter = { ...this.filter, ...changes };  // the address changes a moment later, and another change may come before
     this.app.go(this.address());
   }
 
-  // The list with its filters, its order and the row that the user chose.
-  address() {
-    const query = new URLSearchParams();
-    for (const [name, value] of [...FILTERS.map((name) => [name, this.filter[name]]), ["row", this.chosen]]) {
-      if (value !== undefined && value !== null && value !== "" && value !== false) query.set(name, value);
-    }
-    const text = query.toString();
-    return text ? `#/?${text}` : "#/";
-  }
+  clear() { this.change(Object.fromEntries(FILTERS.map((name) => [name, undefined]))); }
+
+  get filtered() { return FILTERS.filter((name) => this.filter[name] !== undefined && this.filter[name] !== ""); }
 
   async apply() {
     const asked = (this.asked = {});
@@ -70,24 +123,28 @@ T.Table = class {
     this.base = filter;
     this.hits = null;
     this.select();
-    if (this.chosen) this.list.show(this.at);
+    if (this.chosen !== null) this.list.show(this.at);
+    this.moves = this.list.moves;
     if (filter.text) await this.search(filter, asked);
   }
 
-  // Select the rows that fit the filters. The row that the user chose stays chosen; without one it is the first.
+  // Select the rows that fit the filters. The row that the user chose stays chosen; before that it is the first one.
   select() {
     const { rows } = this.app;
+    this.gists.failed = "";
     const filter = { ...this.base };
     const [, from, to] = /^tapes-(\d+)-(\d+)$/.exec(filter.update) || [];
     if (from) filter.among = new Set(rows.select({ sort: "oldest" }).slice(from - 1, to).map((row) => rows.ids[row]));
     if (this.hits) filter.among = filter.among ? new Set([...filter.among].filter((id) => this.hits.has(id))) : this.hits;
     this.found = rows.select(filter);
-    this.at = Math.max(0, this.found.indexOf(rows.number.get(this.chosen)));
+    this.at = Math.max(0, this.chosen === null ? 0 : this.found.indexOf(rows.number.get(this.chosen)));
     this.tell();
     this.drawStatus();
     if (this.list.count !== this.found.length) this.list.setCount(this.found.length);
     else this.list.redraw();
-    this.place.setAttribute("aria-rowcount", this.found.length);
+    // While rows arrive, the chosen row stays in view unless the user has scrolled.
+    if (this.chosen !== null && this.moves === this.list.moves) this.list.show(this.at);
+    this.grid.setAttribute("aria-rowcount", this.found.length);
     this.headings.style.paddingRight = `${14 + this.place.offsetWidth - this.place.clientWidth}px`;
   }
 
@@ -103,7 +160,7 @@ T.Table = class {
     parts.push(scored ? `mean reward ${T.number(sum / scored)} over ${T.count(scored)} scored` : "none scored");
     if (rows.length < this.app.expected) parts.push(`${T.count(this.app.expected - rows.length)} still to be read`);
     T.fill(this.note, parts.join(" · "), this.searching ? ` · ${this.searching}` : "",
-      " ", Object.keys(this.filter).length ? T.button("Clear filters", () => this.app.go("#/"), { class: "link" }) : null);
+      " ", this.filtered.length ? T.button("Clear filters", () => this.clear(), { class: "link", "aria-keyshortcuts": "x", title: "clear the filters (x)" }) : null);
     this.empty();
   }
 
@@ -114,12 +171,13 @@ T.Table = class {
     const none = this.app.rows.length === 0;
     this.place.append(none
       ? T.state("No tape yet", "The run has no episode on tape. A running experiment appears here as it records.")
-      : T.state("No tape fits", "No tape fits these filters.", T.button("Clear filters", () => this.app.go("#/"))));
+      : T.state("No tape fits", "No tape fits these filters.", T.button("Clear filters", () => this.clear(), { "aria-keyshortcuts": "x" })));
   }
 
   drawFilters() {
     const { rows } = this.app;
     const f = this.filter;
+    const held = this.filters.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
     const choice = (name, label) => {
       const made = T.h("select", { "aria-label": label, onchange: (event) => this.change({ [name]: event.target.value }) },
         T.h("option", { value: "" }, `any ${label.toLowerCase()}`));
@@ -141,14 +199,24 @@ T.Table = class {
     order.value = f.sort || "worst";
     const search = T.h("span", { class: "search" }, this.text, T.h("label", { class: "check" },
       T.h("input", { type: "checkbox", checked: f.re === "1", onchange: (event) => this.change({ re: event.target.checked ? "1" : "" }) }), "regex"));
-    T.fill(this.filters, T.h("div", { class: "fields" }, this.statuses, search),
+    const columns = this.columns;
+    const chooser = T.h("details", { class: "columns", open: this.choosing, ontoggle: (event) => { this.choosing = event.currentTarget.open; } }, T.h("summary", { "aria-keyshortcuts": "c", title: "choose columns (c)" }, "Columns"),
+      T.h("div", null, Object.entries(COLUMNS).map(([name, [label]]) => T.h("label", { class: "check" }, T.h("input", { type: "checkbox", "aria-label": `column ${label}`, checked: columns.includes(name),
+        onchange: (event) => { const on = Object.keys(COLUMNS).filter((one) => (one === name ? event.target.checked : columns.includes(one))); this.change({ cols: on.join() === USUAL.join() ? "" : on.join() }); } }), label))));
+    T.fill(this.fold, T.h("summary", { "aria-keyshortcuts": "f" }, this.filtered.length ? `Filters: ${this.filtered.length} set` : "Filters"), T.h("div", { class: "fields" }, this.statuses, search),
       T.h("div", { class: "fields" }, choice("split", "Split"), choice("agent", "Agent"),
         rows.counts("checks").some(([word]) => word) ? choice("checks", "Check") : null, box("task", "task"), box("group", "group"), box("version", "version"),
         T.h("span", { class: "range" }, "reward ", box("min", "from", "short", "text"), " – ", box("max", "to", "short", "text")),
-        order));
+        order, chooser));
     this.drawStatus();
-    T.fill(this.headings, COLUMNS.map(([name, label, sort]) => T.h("span", { class: `c-${name}`, role: "columnheader", "aria-sort": (f.sort || "worst") === sort ? "other" : "none" },
-      T.button(label, () => this.change({ sort: sort === "worst" ? "" : sort }), { class: "heading" }))));
+    this.grid.style.setProperty("--columns", columns.map((name) => COLUMNS[name][2]).join(" "));
+    T.fill(this.headings, columns.map((name) => {
+      const [label, sort] = COLUMNS[name];
+      return T.h("span", { class: `c-${name}`, role: "columnheader", "aria-sort": sort && (f.sort || "worst") === sort ? "other" : null },
+        sort ? T.button(label, () => this.change({ sort: sort === "worst" ? "" : sort }), { class: "heading", title: `order by ${label.toLowerCase()}` }) : T.h("span", { class: "heading" }, label));
+    }));
+    if (held) { const again = this.filters.querySelector(`[aria-label="${held}"]`); if (again) again.focus(); }
+    this.list.height = T.phone.matches ? 58 : 34;
   }
 
   drawStatus() {
@@ -162,14 +230,21 @@ T.Table = class {
 
   draw(k) {
     const row = this.app.rows.row(this.found[k]);
-    const group = row.group ? T.h("a", { href: `#/group/${encodeURIComponent(row.group)}`, title: row.group, tabindex: "-1" }, T.spelled(`${row.group}/${row.attempt}`)) : "";
-    const cells = {
-      status: [T.status(row.status, row.cause), " ", T.checks(row.checks)], reward: T.h("span", { class: row.reward === null ? "none" : "" }, T.number(row.reward)),
-      task: T.spelled(row.task), split: T.spelled(row.split), group, turns: T.count(row.turns), tokens: T.count(row.tokens),
-      version: T.spelled(row.version || "–"), agent: T.spelled(row.agent), begun: T.time(row.begun),
+    const columns = T.phone.matches ? USUAL.slice(0, 5) : this.columns;
+    const gist = columns.some((name) => GISTS.includes(name)) ? this.gists.of(row) : {};
+    const part = (name) => {
+      if (!gist) return this.gists.failed ? T.h("span", { class: "none", title: T.plain(this.gists.failed) }, "not read") : T.h("span", { class: "unread", role: "img", "aria-label": "loading" });
+      return gist[name] === null || gist[name] === undefined ? T.h("span", { class: "none" }, "–") : T.h("span", { title: T.plain(gist[name]) }, T.spelled(gist[name].slice(0, 200)));
     };
+    const cells = {
+      status: () => [T.status(row.status, row.cause), " ", T.checks(row.checks)], reward: () => T.h("span", { class: row.reward === null ? "none" : "" }, T.number(row.reward)),
+      id: () => T.spelled(row.id), version: () => T.spelled(row.version || "–"), begun: () => T.time(row.begun), seconds: () => T.seconds(row.seconds),
+      group: () => (row.group ? T.h("a", { href: `#/group/${encodeURIComponent(row.group)}`, title: T.plain(row.group), tabindex: "-1" }, T.spelled(`${row.group}/${row.attempt}`)) : ""),
+    };
+    for (const name of GISTS) cells[name] = () => part(name);
+    for (const name of ["turns", "calls", "tokens"]) cells[name] = () => T.count(row[name]);
     return T.h("div", { class: `trow${k === this.at ? " chosen" : ""}`, role: "row", "data-k": k, "data-tape": row.id, "aria-rowindex": k + 1, "aria-selected": String(k === this.at) },
-      COLUMNS.map(([name]) => T.h("span", { class: `c-${name}`, role: "gridcell" }, cells[name])));
+      columns.map((name) => T.h("span", { class: `c-${name}`, role: "gridcell" }, cells[name] ? cells[name]() : T.spelled(row[name]))));
   }
 
   // Search the texts of the listed tapes, a few at a time, until the filters change.
@@ -221,6 +296,15 @@ T.Table = class {
     this.searching = "";
   }
 
+  // Open the part of the filters with this control, and go there.
+  unfold(control) {
+    if (this.app.view !== this) return;
+    this.fold.open = true;
+    const found = this.fold.querySelector(control);
+    if (found.closest(".columns")) found.closest(".columns").open = true;
+    found.focus();
+  }
+
   move(by) {
     if (!this.found.length) return;
     this.choose(Math.max(0, Math.min(this.found.length - 1, this.at + by)));
@@ -228,17 +312,21 @@ T.Table = class {
 
   choose(k) {
     const before = this.at;
-    this.take(k);
+    this.at = k;
+    this.keep();
     this.list.refresh(before, before + 1);
     this.list.refresh(k, k + 1);
     this.list.show(k);
   }
 
-  // Row k is the one that the user chose. Its address survives a reload.
-  take(k) {
-    this.at = k;
-    this.chosen = this.app.rows.ids[this.found[k]];
-    if (this.app.view === this) this.app.rename(this.address());
+  // Keep the chosen row in the address, once the user has stopped moving: browsers limit how often it may change.
+  keep(wait = 150) {
+    this.chosen = this.app.rows.ids[this.found[this.at]];
+    this.moves = this.list.moves;
+    clearTimeout(this.naming);
+    const name = () => { if (this.app.view === this) this.app.rename(this.address()); };
+    if (wait) this.naming = setTimeout(name, wait);
+    else name();
   }
 
   failed(by) {
@@ -248,7 +336,8 @@ T.Table = class {
 
   open(k = this.at) {
     if (this.found[k] === undefined) return;
-    this.take(k);
+    this.at = k;
+    this.keep(0);
     this.app.go(`#/tape/${encodeURIComponent(this.app.rows.ids[this.found[k]])}`);
   }
 
@@ -257,7 +346,8 @@ T.Table = class {
     const k = this.found.indexOf(this.app.rows.number.get(tape));
     const next = this.found[k + by];
     if (k < 0 || next === undefined) return null;
-    this.take(k + by);
-    return this.app.rows.ids[next];
+    this.at = k + by;
+    this.chosen = this.app.rows.ids[next];
+    return this.chosen;
   }
 };

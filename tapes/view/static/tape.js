@@ -10,15 +10,30 @@ T.Tape = class {
     this.pages = new Map();
     this.hits = new Map();
     this.open_texts = new Set();
+    this.whole = new Map();
+    this.raw = localStorage.getItem("raw") === "1";
     this.top = T.h("div", { class: "tape-head" });
     this.outline = T.h("nav", { class: "outline", "aria-label": "Outline" });
     this.transcript = T.h("div", { class: "transcript" });
     this.inspector = new T.Inspector(this);
     this.root = T.h("div", { class: "tape-view" }, this.top, T.h("div", { class: "panes" }, this.outline, this.transcript, this.inspector.root));
+    this.inspect(!T.phone.matches);
     this.list = new T.List(this.transcript, { draw: (k) => this.draw(k), height: 72, label: "Transcript", role: "feed", onmove: (k) => this.follow(k) });
     this.turnList = new T.List(this.outline, { draw: (k) => this.drawTurn(k), height: 46, fixed: true, label: "Turns" });
     this.transcript.addEventListener("click", (event) => this.clicked(event));
     this.outline.addEventListener("click", (event) => { const row = event.target.closest("[data-item]"); if (row) this.choose(Number(row.dataset.item), "top"); });
+    this.transcript.addEventListener("toggle", () => { this.list.remeasure = true; this.list.paint(); }, true); // a folded part changes its row's height
+  }
+
+  // Open or close the inspector. On a phone it covers the transcript.
+  inspect(open = !this.root.classList.contains("inspecting")) { this.root.classList.toggle("inspecting", open); }
+
+  // Show texts formatted, or raw: character by character.
+  format() {
+    this.raw = !this.raw;
+    localStorage.setItem("raw", this.raw ? "1" : "");
+    this.list.redraw();
+    if (this.head) this.drawHead();
   }
 
   short(call) { return call.startsWith(`${this.id}.`) ? call.slice(this.id.length) : call; }
@@ -30,6 +45,7 @@ T.Tape = class {
       this.pages.clear();
       this.hits.clear();
       this.open_texts.clear();
+      this.whole.clear();
       this.at = -1;
       this.turn = undefined;
       this.head = null;
@@ -77,17 +93,24 @@ T.Tape = class {
 
   drawHead() {
     const h = this.head;
-    const beside = (by, label) => T.button(by < 0 ? "←" : "→", () => this.app.beside(by), { title: label, "aria-label": label, class: "icon" });
+    const beside = (by, label) => T.button(by < 0 ? "←" : "→", () => this.app.beside(by), { title: label, "aria-label": label, "aria-keyshortcuts": by < 0 ? "[" : "]", class: "icon" });
+    const { question, expected, given } = h.gist;
+    const cause = h.end && h.end.cause ? [h.end.cause.error, h.end.cause.message].filter(Boolean).join(": ") : "";
+    const gist = (name, text, kind) => (text ? T.h("div", { class: kind }, T.h("dt", null, name), T.h("dd", { title: T.plain(text) }, T.spelled(text))) : null);
     T.fill(this.top,
       T.h("div", { class: "line" }, beside(-1, "previous tape of the list ["), beside(1, "next tape of the list ]"),
         T.h("h1", null, T.spelled(this.id)), T.status(h.status, h.cause),
         T.h("span", { class: "reward-big", title: h.components.map(([name, value]) => `${T.plain(name)} ${T.number(value)}`).join("\n") }, "reward ", T.h("strong", { class: h.reward === null ? "none" : "" }, h.reward === null ? "not scored" : T.number(h.reward))),
-        T.button("Copy link", () => this.copy(), { class: "link" })),
-      T.h("div", { class: "line note" }, [T.h("span", null, T.spelled(h.agent), " in ", T.spelled(h.env)), T.h("span", null, "task ", T.spelled(h.task || h.task_hash.slice(0, 12))), T.h("span", null, "split ", T.spelled(h.split)),
+        T.h("span", { class: "grow" }),
+        T.button("Raw", () => this.format(), { "aria-pressed": String(this.raw), "aria-keyshortcuts": "m", title: "texts formatted, or raw (m)" }),
+        T.button("Inspector", () => this.inspect(), { "aria-keyshortcuts": "i", title: "open or close the inspector (i)" }),
+        T.button("Copy link", () => this.copy(), { class: "copy", "aria-keyshortcuts": "y", title: "copy a link to the chosen item (y)" })),
+      T.h("dl", { class: "gist" }, gist("Question", question), gist("Expected", expected), gist("Given", given, expected !== null && given !== null && h.reward === 0 ? "bad" : ""), gist("Failed", cause, "bad")),
+      T.h("details", { class: "more", open: this.wantsFacts ?? !T.phone.matches, ontoggle: (event) => { this.wantsFacts = event.currentTarget.open; } }, T.h("summary", null, "Details"), T.h("div", { class: "line note" }, [T.h("span", null, T.spelled(h.agent), " in ", T.spelled(h.env)), T.h("span", null, "task ", T.spelled(h.task || h.task_hash.slice(0, 12))), T.h("span", null, "split ", T.spelled(h.split)),
         T.h("span", null, T.plural(h.turns, "turn")), T.h("span", null, T.plural(h.calls, "call")), T.h("span", null, T.plural(h.sampled, "token")), T.h("span", null, T.plural(h.records, "record")),
         h.group ? T.h("a", { href: `#/group/${encodeURIComponent(h.group)}` }, "group ", T.spelled(`${h.group} #${h.attempt}`)) : null,
         h.parent ? T.h("a", { href: `#/tape/${encodeURIComponent(h.parent)}` }, "forked from ", T.spelled(h.parent)) : null,
-        h.children.length ? T.h("span", null, T.plural(h.children.length, "fork"), ": ", h.children.slice(0, 6).map((child) => [T.h("a", { href: `#/tape/${encodeURIComponent(child)}` }, T.spelled(child.slice(-8))), " "])) : null]),
+        h.children.length ? T.h("span", null, T.plural(h.children.length, "fork"), ": ", h.children.slice(0, 6).map((child) => [T.h("a", { href: `#/tape/${encodeURIComponent(child)}` }, T.spelled(child.slice(-8))), " "])) : null])),
       h.episode.length || h.components.length > 1 ? T.h("div", { class: "line" }, h.components.map(([name, value, counts]) => T.earned(value, name, counts))) : null,
       this.checks(h.checks),
       h.holes.map((hole) => T.h("p", { class: "hole" }, T.spelled(hole))),
@@ -134,7 +157,7 @@ T.Tape = class {
     const turn = rows ? rows[k % this.size] : null;
     if (!turn) return T.h("div", { class: "turn waiting", role: "listitem" }, error ? error.message : "");
     return T.h("button", { type: "button", class: `turn${k === this.turn ? " chosen" : ""}`, "data-item": turn.item, "data-turn": k, role: "listitem", tabindex: "-1" },
-      T.h("span", { class: "k" }, String(k)), T.h("span", { class: "what" }, turn.step === null ? T.h("span", { class: "none" }, this.head.status === "running" ? "no action yet" : "no action") : T.spelled(turn.text.split("\n")[0].slice(0, 80) || turn.kind || "")),
+      T.h("span", { class: "k" }, String(k)), T.h("span", { class: "what" }, turn.step === null ? T.h("span", { class: "none" }, this.head.status === "running" ? "no action yet" : "no action") : [T.h("span", null, T.spelled(turn.text.slice(0, 80) || turn.kind || "")), turn.result === null ? null : T.h("span", { class: turn.failed ? "bad" : "result" }, "→ ", T.spelled(turn.result.slice(0, 80)))]),
       turn.reward === null ? null : T.earned(turn.reward));
   }
 
@@ -142,7 +165,7 @@ T.Tape = class {
     const { rows, error } = this.page(Math.floor(k / this.size), "items");
     const item = rows ? rows[k % this.size] : null;
     if (!item) return T.h("article", { class: "item waiting", "data-k": k }, error ? T.h("p", { class: "hole" }, T.spelled(error.message)) : "");
-    const made = T.h("article", { class: `item ${item.t} ${item.role || ""}${k === this.at ? " chosen" : ""}${item.inherited ? " inherited" : ""}${this.hits.has(k) ? " hit" : ""}`,
+    const made = T.h("article", { class: `item ${item.t} ${item.role || ""}${item.failed ? " failed" : ""}${k === this.at ? " chosen" : ""}${item.inherited ? " inherited" : ""}${this.hits.has(k) ? " hit" : ""}`,
       "data-k": k, "aria-posinset": k + 1, "aria-setsize": this.head.items }, this.inside(item, k));
     return made;
   }
@@ -152,7 +175,7 @@ T.Tape = class {
     const away = item.at !== undefined && this.head.begin && this.head.begin.at !== undefined ? `+${T.seconds(Math.max(0, item.at - this.head.begin.at))}` : "";
     const head = (...inside) => T.h("header", null, inside, T.h("span", { class: "when" }, away));
     if (item.t === "hole") return [T.h("p", { class: "hole" }, T.spelled(item.why)), T.box(item.raw.slice(0, 300))];
-    if (item.t === "begin") return [head(T.h("strong", null, k === 0 ? "begin" : "forked here"), T.h("span", null, T.spelled(item.task || "task without a name"))), item.public === null ? null : this.text(item.public, k, marks, null, "mono"), this.files(item)];
+    if (item.t === "begin") return [head(T.h("strong", null, k === 0 ? "begin" : "forked here"), T.h("span", null, T.spelled(item.task || "task without a name"))), item.public === null ? null : this.text(item.public, k, marks, null, "mono", this.raw || marks ? null : T.formatted(item.public)), this.files(item)];
     if (item.t === "call") {
       const found = marks ? this.text(item.text, k, marks, item.cut) : null;
       return [head(T.h("strong", null, "call ", T.spelled(this.short(item.call))), T.h("span", null, item.prompt === null ? "text only" : `${T.count(item.prompt)} prompt (${T.count(item.kept)} kept) → ${T.count(item.completion)} tokens`),
@@ -164,18 +187,56 @@ T.Tape = class {
     if (item.t === "reward") return head(T.h("strong", null, "reward layer"), T.earned(item.value * (item.weight || 1), item.name, Boolean(item.weight)), T.h("span", null, item.of === null ? "for the episode" : `for step ${item.of}`, item.layer ? [", layer ", T.spelled(item.layer)] : null));
     if (item.t !== "step") return head(T.h("strong", null, `${item.t} layer`), T.h("span", null, T.spelled(this.short(item.call))));
     return [
-      head(T.h("strong", null, T.spelled(item.by === "env" ? "environment" : item.by)), T.h("span", null, T.spelled(item.kind)), T.h("a", { class: "step", href: `#/tape/${encodeURIComponent(this.id)}/step/${item.step}`, title: "link to this step" }, `step ${item.step}`),
+      head(T.h("strong", null, T.spelled(item.by === "env" ? "environment" : item.by)), T.h("span", null, item.parts && item.parts[0].tool ? T.spelled([...new Set(item.parts.map((part) => part.tool))].join(", ")) : T.spelled(item.kind)), item.failed ? T.chip("error", "bad") : null, T.h("a", { class: "step", href: `#/tape/${encodeURIComponent(this.id)}/step/${item.step}`, title: "link to this step" }, `step ${item.step}`),
         (item.rewards || []).map(([name, value, weight]) => T.earned(weight ? value * weight : value, name, Boolean(weight)))),
-      this.text(item.text, k, marks, item.cut), this.files(item),
+      this.text(item.text, k, marks, item.cut, "", this.raw || marks ? null : this.parts(item, k)), this.files(item),
     ];
   }
 
-  text(text, k, marks, cut, kind = "") {
-    const long = text.length > 1200 || text.split("\n").length > 16;
-    const open = this.open_texts.has(k) || (marks && marks.some(([start]) => start > 800));
-    return [T.h("div", { class: `body ${kind}${long && !open ? " clamped" : ""}` }, T.visible(text, marks)),
-      long ? T.h("button", { type: "button", class: "link", "data-fold": k }, open ? "show less" : "show more") : null,
-      cut ? T.h("p", { class: "note" }, `cut here; the whole text has ${T.plural(cut, "character")}: see the inspector`) : null];
+  // The formatted nodes of a step, or null if its text has no structure.
+  parts(item, k) {
+    const { parts } = item;
+    if (!parts) return T.formatted(this.whole.get(k) ?? item.text);
+    const calls = item.role === "action" ? this.calls(item) : [];
+    return parts.map((part, n) => {
+      if (item.role === "action") return T.called(part, calls[n]);
+      const text = parts.length === 1 ? this.whole.get(k) ?? part.text : part.text;
+      return T.h("div", { class: `fragment${part.error ? " failed" : ""}` }, parts.length > 1 ? T.h("strong", null, T.spelled(part.tool), " → ") : null,
+        (part.error ? null : T.formatted(text)) || T.h("div", { class: "plain" }, T.spelled(text)), part.cut && text === part.text ? T.h("span", { class: "note" }, " …") : null);
+    });
+  }
+
+  // The arguments of each tool call of a step; none where the record is too long to be read here.
+  calls(item) {
+    try { return JSON.parse(item.fields).calls.map((call) => call.arguments); } catch { return []; }
+  }
+
+  text(start, k, marks, cut, kind = "", made = null) {
+    const text = this.whole.get(k) ?? start;
+    const body = T.h("div", { class: `body ${made ? "rich" : kind}` }, made || T.visible(text, marks));
+    const shown = body.textContent; // of a tree only what is unfolded
+    const folds = shown.length > 1200 || shown.split("\n").length > 16;
+    const open = this.open_texts.has(k) || (marks && marks.some(([at]) => at > 800));
+    const left = cut && cut > text.length;
+    body.classList.toggle("clamped", folds && !open);
+    return [body,
+      folds || left ? T.h("button", { type: "button", class: "link", "data-fold": k, "aria-keyshortcuts": "l" }, open && !(left && !this.whole.has(k)) ? "show less" : "show more") : null,
+      left ? T.h("p", { class: "note" }, `cut here; the whole text has ${T.plural(cut, "character")}: see the inspector`) : null];
+  }
+
+  // Unfold or fold the text of item k. The first time, the rest of a text that was cut is read.
+  async fold(k) {
+    if (!this.open_texts.delete(k)) this.open_texts.add(k);
+    const id = this.id;
+    try {
+      const item = await this.item(k);
+      if (item && item.cut && !this.whole.has(k)) {
+        this.open_texts.add(k);
+        const { text } = await T.source.text(id, item.record, 0);
+        if (id === this.id) this.whole.set(k, text);
+      }
+    } catch (error) { T.toast(error.message); }
+    if (id === this.id) this.list.refresh(k, k + 1);
   }
 
   // The files of an item in a row. Frames of a video have times.
@@ -208,11 +269,11 @@ T.Tape = class {
   clicked(event) {
     const fold = event.target.closest("[data-fold]");
     const row = event.target.closest("[data-k]");
-    if (fold) {
-      const k = Number(fold.dataset.fold);
-      if (!this.open_texts.delete(k)) this.open_texts.add(k);
-      this.list.refresh(k, k + 1);
-    } else if (row && !event.target.closest("a") && !String(window.getSelection())) this.choose(Number(row.dataset.k));
+    if (fold) this.fold(Number(fold.dataset.fold));
+    else if (row && !event.target.closest("a, button, summary") && !String(window.getSelection())) {
+      this.choose(Number(row.dataset.k));
+      if (T.phone.matches) this.inspect(true);
+    }
   }
 
   // Choose an item; the address then names its step or call.
@@ -220,8 +281,7 @@ T.Tape = class {
     if (!this.head || k < 0 || k >= this.head.items) return;
     const before = this.at;
     this.at = k;
-    this.list.refresh(before, before + 1);
-    this.list.refresh(k, k + 1);
+    for (const one of [before, k]) { const made = this.list.drawn.get(one); if (made) made.classList.toggle("chosen", one === k); } // not drawn again: what is unfolded stays so
     this.list.show(k, where);
     const { moves } = this.list;
     try {

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from .lab import training_run
+from .library import library_run
 from .serving import served
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -75,4 +76,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(run: Path) -> Iterator[Any]:
     """Its server."""
     with served(run) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The server of a run whose agent calls tools."""
+    with served(library_run(tmp_path_factory.mktemp("library") / "run")) as found:
         yield found

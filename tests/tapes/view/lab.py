@@ -63,11 +63,12 @@ class Recording:
         task: str = "",
         agent: str = "solver",
         parent: Parent | None = None,
+        answer: object = 42,
     ) -> None:
         self.store, self.tape, self.at, self.calls, self.steps = store, tape, at, 0, 0
         self.agent = agent
         self.last: Call | None = None
-        given = Task(id=task, public=public, private={"answer": 42})
+        given = Task(id=task, public=public, private={"answer": answer})
         self._put(
             Begin(
                 tape=tape,

@@ -18,16 +18,18 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(200)]
 
 def test_hostile_text_runs_nothing_and_breaks_nothing(page, tmp_path: Path):
     with served(hostile_run(tmp_path / "run")) as server:
-        page.goto(server.url)
-        page.wait_for_selector(".trow[data-tape]")
+        page.goto(f"{server.url}#/?cols=question,given,status,task")
         row = page.locator(".trow[data-tape=hostile]")
-        assert "<script>window.pwned = 1</script>" in row.locator(".c-task").inner_text()
+        for cell in (".c-task", ".c-question", ".c-given"):
+            row.locator(cell, has_text="<script>window.pwned = 1</script>").wait_for()
         row.locator(".c-status").click()
         page.wait_for_selector("article.observation")
-        whole = page.locator("article.observation").first.inner_text()
-        assert '<img src=x onerror="window.pwned = 1"> [a](javascript:pwned)' in whole
-        for shown in ("U+202E", "U+202C", "␛", "U+200B", "U+FEFF", "U+E0041"):
-            assert shown in whole, "what turns, hides or commands is spelled out"
+        for address in ("a (javascript:pwned)", "[a](javascript:pwned)"):
+            whole = page.locator("article.observation").first.inner_text()
+            assert f'<img src=x onerror="window.pwned = 1"> {address}' in whole
+            for shown in ("U+202E", "U+202C", "␛", "U+200B", "U+FEFF", "U+E0041"):
+                assert shown in whole, "what turns, hides or commands is spelled out"
+            page.keyboard.press("m")
         kinds = []
         for k in range(page.evaluate("T.app.tape.head.items")):
             page.evaluate("k => T.app.tape.choose(k)", k)
