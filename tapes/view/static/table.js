@@ -165,11 +165,11 @@ T.Table = class {
   }
 
   empty() {
-    const old = this.place.querySelector(".state");
+    const old = this.root.querySelector(".state");
     if (old) old.remove();
-    if (this.found.length || this.running) return;
-    const none = this.app.rows.length === 0;
-    this.place.append(none
+    this.grid.hidden = !this.found.length && !this.running;
+    if (!this.grid.hidden) return;
+    this.root.append(this.app.rows.length === 0
       ? T.state("No tape yet", "The run has no episode on tape. A running experiment appears here as it records.")
       : T.state("No tape fits", "No tape fits these filters.", T.button("Clear filters", () => this.clear(), { "aria-keyshortcuts": "x" })));
   }

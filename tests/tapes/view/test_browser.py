@@ -318,7 +318,7 @@ def test_an_empty_run_says_so_until_something_is_on_tape(page, tmp_path: Path):
             episode(store, "first", ["42"], 1.0)
             store.writer.sync()
             page.locator('[data-tape="first"]').wait_for()
-            assert page.locator(".rows .state").count() == 0
+            assert page.locator(".table-view .state").count() == 0
 
 
 def test_the_keyboard_goes_everywhere(page, server):
