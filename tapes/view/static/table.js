@@ -69,6 +69,7 @@ T.Table = class {
       if (row && !event.target.closest("a")) this.open(Number(row.dataset.k));
     });
     this.narrow = matchMedia("(max-width: 1080px)");
+    addEventListener("click", (event) => { for (const open of this.fold.querySelectorAll(".columns[open]")) if (!event.composedPath().includes(open)) open.open = false; });
     T.phone.addEventListener("change", () => { this.fold.open = !T.phone.matches; this.drawFilters(); this.select(); });
     this.narrow.addEventListener("change", () => { this.drawFilters(); this.select(); });
     this.drawFilters();
@@ -200,7 +201,7 @@ T.Table = class {
     const search = T.h("span", { class: "search" }, this.text, T.h("label", { class: "check" },
       T.h("input", { type: "checkbox", checked: f.re === "1", onchange: (event) => this.change({ re: event.target.checked ? "1" : "" }) }), "regex"));
     const columns = this.columns;
-    const chooser = T.h("details", { class: "columns", open: this.choosing, ontoggle: (event) => { this.choosing = event.currentTarget.open; } }, T.h("summary", { "aria-keyshortcuts": "c", title: "choose columns (c)" }, "Columns"),
+    const chooser = T.phone.matches ? null : T.h("details", { class: "columns", open: this.choosing, onkeydown: (event) => { if (event.key === "Escape") event.currentTarget.open = false; }, ontoggle: (event) => { this.choosing = event.currentTarget.open; } }, T.h("summary", { "aria-keyshortcuts": "c", title: "choose columns (c)" }, "Columns"),
       T.h("div", null, Object.entries(COLUMNS).map(([name, [label]]) => T.h("label", { class: "check" }, T.h("input", { type: "checkbox", "aria-label": `column ${label}`, checked: columns.includes(name),
         onchange: (event) => { const on = Object.keys(COLUMNS).filter((one) => (one === name ? event.target.checked : columns.includes(one))); this.change({ cols: on.join() === USUAL.join() ? "" : on.join() }); } }), label))));
     T.fill(this.fold, T.h("summary", { "aria-keyshortcuts": "f" }, this.filtered.length ? `Filters: ${this.filtered.length} set` : "Filters"), T.h("div", { class: "fields" }, this.statuses, search),
@@ -301,6 +302,7 @@ T.Table = class {
     if (this.app.view !== this) return;
     this.fold.open = true;
     const found = this.fold.querySelector(control);
+    if (!found) return; // a phone has no columns to choose
     if (found.closest(".columns")) found.closest(".columns").open = true;
     found.focus();
   }

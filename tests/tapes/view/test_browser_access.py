@@ -60,7 +60,7 @@ def test_axe_sees_a_fault(chromium: Any) -> None:
     if not AXE.exists():
         pytest.skip("axe-core is not installed: python tests/contract/npm_mcp.py")
     page = chromium.new_page()
-    page.set_content("<html lang='en'><title>x</title><main><button></button><p style='color:#bbb'>pale</p></main></html>")
+    page.set_content("<html lang='en'><title>x</title><main><button></button><p style='color:#bbb'>pale</p></main>")
     page.evaluate(AXE.read_text())
     assert {fault.partition(":")[0] for fault in page.evaluate(FAULTS)} == {"button-name", "color-contrast"}
     page.close()
