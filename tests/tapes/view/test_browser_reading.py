@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
 PHONE = {"width": 390, "height": 844}
 
 
-def _open(page: Any, server: Any, where: str = "") -> None:
+def _open(page: Any, server: Any, where: str = "#/") -> None:
     page.goto(f"{server.url}{where}")
     page.wait_for_function("() => T.app.rows.length > 0")
 
@@ -367,6 +367,7 @@ def test_on_a_phone_the_inspector_opens_by_a_tap_and_closes_by_key_and_button(pa
     inspector = page.locator(".inspector")
     _step(page, 2).wait_for()
     assert inspector.is_hidden()
+    assert page.locator(".transcript").bounding_box()["y"] <= PHONE["height"] / 3
     _step(page, 2).locator(".body").click()
     inspector.get_by_role("tab", name="Request").wait_for()
     page.keyboard.press("i")

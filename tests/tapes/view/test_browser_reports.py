@@ -247,7 +247,7 @@ def test_what_was_chosen_survives_a_reload(page: Any, server: Any) -> None:
     page.keyboard.press("j")
     page.keyboard.press("j")
     chosen = page.locator(".trow.chosen").get_attribute("data-tape")
-    assert page.url.endswith(f"#/?split=train&row={chosen}")
+    page.wait_for_function("row => location.hash === `#/?split=train&row=${row}`", arg=chosen)
     page.reload()
     page.wait_for_selector(f".trow.chosen[data-tape={chosen}]")
     page.locator(f".trow[data-tape={chosen}]").click()
