@@ -23,7 +23,11 @@ class App {
     this.view = null;
     this.badge = T.h("details");
     addEventListener("click", (event) => { if (!event.composedPath().includes(this.badge)) this.badge.open = false; });
-    addEventListener("beforeprint", () => { this.folded = [...document.querySelectorAll("main details:not([open])")]; for (const one of this.folded) one.open = true; });
+    addEventListener("beforeprint", () => {
+      this.folded = [];
+      // A tree builds its next level when it unfolds.
+      for (let found; (found = document.querySelectorAll("main details:not([open])")).length && this.folded.length < 5000;) for (const one of found) { one.open = true; one.dispatchEvent(new Event("toggle")); this.folded.push(one); }
+    });
     addEventListener("afterprint", () => { for (const one of this.folded || []) one.open = false; });
     this.inFolder = T.source.live && /\/run\/[0-9a-f]{12}\/$/.test(location.pathname);
     this.theme(localStorage.getItem("theme"));

@@ -148,7 +148,7 @@ T.loading = (text) => T.h("p", { class: "state loading", role: "status" }, text)
 
 T.failed = (error) => T.state("That can't be shown", String(error && error.message ? error.message : error));
 
-T.phone = matchMedia("(max-width: 720px)");
+T.phone = matchMedia("screen and (max-width: 720px)");
 
 let toastTimer = 0;
 T.toast = (text) => {

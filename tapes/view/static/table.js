@@ -68,7 +68,7 @@ T.Table = class {
       const row = event.target.closest("[data-k]");
       if (row && !event.target.closest("a")) this.open(Number(row.dataset.k));
     });
-    this.narrow = matchMedia("(max-width: 1080px)");
+    this.narrow = matchMedia("screen and (max-width: 1080px)");
     addEventListener("click", (event) => { for (const open of this.fold.querySelectorAll(".columns[open]")) if (!event.composedPath().includes(open)) open.open = false; });
     T.phone.addEventListener("change", () => { this.fold.open = !T.phone.matches; this.drawFilters(); this.select(); });
     this.narrow.addEventListener("change", () => { this.drawFilters(); this.select(); });

@@ -226,6 +226,7 @@ T.Tape = class {
 
   // Unfold or fold the text of item k. The first time, the rest of a text that was cut is read.
   async fold(k) {
+    if (!this.head || k < 0) return;
     if (!this.open_texts.delete(k)) this.open_texts.add(k);
     const id = this.id;
     try {

@@ -426,3 +426,19 @@ def test_a_report_has_the_gists_of_its_tapes(page, library, tmp_path: Path):
     assert _cells(page, "u0g0a1", "expected", "given") == ["86", "I don't know."]
     page.evaluate("location.hash = '#/tape/u0g0a1'")
     page.locator(".gist dd", has_text="86").wait_for()
+
+
+def test_paper_shows_every_level_of_a_tree_and_every_column(page, library):
+    _open(page, library, "#/tape/u5g0a0/step/3")
+    _step(page, 3).locator(".tree").first.wait_for()
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert _step(page, 3).locator(".string, .number", has_text="1968").count() == 1
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    page.evaluate("location.hash = '#/'")
+    page.locator(".trow .c-given", has_text="13").first.wait_for()
+    page.set_viewport_size({"width": 700, "height": 1000})
+    page.emulate_media(media="print")
+    cells = (
+        "all => all.map((one) => one.getBoundingClientRect()).filter((box) => box.right > innerWidth || box.width < 20)"
+    )
+    assert page.eval_on_selector_all(".trow > span", cells) == []
