@@ -235,7 +235,7 @@ T.Table = class {
     const gist = columns.some((name) => GISTS.includes(name)) ? this.gists.of(row) : {};
     const part = (name) => {
       if (!gist) return this.gists.failed ? T.h("span", { class: "none", title: T.plain(this.gists.failed) }, "not read") : T.h("span", { class: "unread", role: "img", "aria-label": "loading" });
-      return gist[name] === null || gist[name] === undefined ? T.h("span", { class: "none" }, "–") : T.h("span", { title: T.plain(gist[name]) }, T.spelled(gist[name].slice(0, 200)));
+      return gist[name] === null || gist[name] === undefined ? T.h("span", { class: "none" }, "–") : gist[name].trim() === "" ? T.h("span", { class: "none" }, "(empty)") : T.h("span", { title: T.plain(gist[name]) }, T.spelled(gist[name].slice(0, 200)));
     };
     const cells = {
       status: () => [T.status(row.status, row.cause), " ", T.checks(row.checks)], reward: () => T.h("span", { class: row.reward === null ? "none" : "" }, T.number(row.reward)),

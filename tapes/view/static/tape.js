@@ -96,7 +96,7 @@ T.Tape = class {
     const beside = (by, label) => T.button(by < 0 ? "←" : "→", () => this.app.beside(by), { title: label, "aria-label": label, "aria-keyshortcuts": by < 0 ? "[" : "]", class: "icon" });
     const { question, expected, given } = h.gist;
     const cause = h.end && h.end.cause ? [h.end.cause.error, h.end.cause.message].filter(Boolean).join(": ") : "";
-    const gist = (name, text, kind) => (text ? T.h("div", { class: kind }, T.h("dt", null, name), T.h("dd", { title: T.plain(text) }, T.spelled(text))) : null);
+    const gist = (name, text, kind) => (text === null ? null : T.h("div", { class: kind }, T.h("dt", null, name), T.h("dd", { title: T.plain(text) }, text.trim() ? T.spelled(text) : T.h("span", { class: "none" }, "(empty)"))));
     T.fill(this.top,
       T.h("div", { class: "line" }, beside(-1, "previous tape of the list ["), beside(1, "next tape of the list ]"),
         T.h("h1", null, T.spelled(this.id)), T.status(h.status, h.cause),
@@ -105,7 +105,7 @@ T.Tape = class {
         T.button("Raw", () => this.format(), { "aria-pressed": String(this.raw), "aria-keyshortcuts": "m", title: "texts formatted, or raw (m)" }),
         T.button("Inspector", () => this.inspect(), { "aria-keyshortcuts": "i", title: "open or close the inspector (i)" }),
         T.button("Copy link", () => this.copy(), { class: "copy", "aria-keyshortcuts": "y", title: "copy a link to the chosen item (y)" })),
-      T.h("dl", { class: "gist" }, gist("Question", question), gist("Expected", expected), gist("Given", given, expected !== null && given !== null && h.reward === 0 ? "bad" : ""), gist("Failed", cause, "bad")),
+      T.h("dl", { class: "gist" }, gist("Question", question), gist("Expected", expected), gist("Given", given, expected !== null && given !== null && h.reward === 0 ? "bad" : ""), gist("Failed", cause || null, "bad")),
       T.h("details", { class: "more", open: this.wantsFacts ?? !T.phone.matches, ontoggle: (event) => { this.wantsFacts = event.currentTarget.open; } }, T.h("summary", null, "Details"), T.h("div", { class: "line note" }, [T.h("span", null, T.spelled(h.agent), " in ", T.spelled(h.env)), T.h("span", null, "task ", T.spelled(h.task || h.task_hash.slice(0, 12))), T.h("span", null, "split ", T.spelled(h.split)),
         T.h("span", null, T.plural(h.turns, "turn")), T.h("span", null, T.plural(h.calls, "call")), T.h("span", null, T.plural(h.sampled, "token")), T.h("span", null, T.plural(h.records, "record")),
         h.group ? T.h("a", { href: `#/group/${encodeURIComponent(h.group)}` }, "group ", T.spelled(`${h.group} #${h.attempt}`)) : null,

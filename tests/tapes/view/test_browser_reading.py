@@ -254,6 +254,18 @@ def test_the_list_shows_question_expected_and_given_answer_reward_and_end(page, 
     assert {tape[:4] for tape in order[-5:]} == {"demo"}, "demonstrations without a reward come last"
 
 
+def test_an_empty_answer_is_not_a_missing_one(page, tmp_path: Path):
+    with Store.create(tmp_path / "run") as store:
+        episode(store, "said nothing", [" "], 0.0)
+        made = Recording(store, "did nothing", public={"question": "?"})
+        made.end()
+    with served(tmp_path / "run") as server:
+        _open(page, server)
+        assert [_cells(page, tape, "given") for tape in ("said nothing", "did nothing")] == [["(empty)"], ["–"]]
+        page.evaluate("location.hash = '#/tape/said%20nothing'")
+        page.locator(".gist dd", has_text="(empty)").wait_for()
+
+
 def test_questions_and_answers_are_read_for_rows_in_view_only(page, tmp_path: Path):
     with served(wide_run(tmp_path / "run", 3000)) as server:
         asked: list[int] = []
