@@ -8,18 +8,24 @@ loop's thread.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from types import TracebackType
 
 from ..tapes.common.text import logger
 
 log = logger("loop")
 
+_PACKAGE = Path(__file__).resolve().parents[1]
+_FLOORS = ("tapes", "envs", "agents", "finetune", "cli")
 STALL_SECONDS = 5.0
 """Seconds that the event loop may be blocked before a warning names the blocking line. A forward pass takes far less
 time."""
@@ -33,6 +39,19 @@ class Stall:
     """Seconds without a heartbeat when the stack was read. The stall may have lasted longer."""
     stack: tuple[traceback.FrameSummary, ...]
     """The stack of the loop's thread during the stall, outermost frame first."""
+    computed: float | None = None
+    """Seconds of CPU time that the loop's thread used meanwhile, or None if the system doesn't tell."""
+    waits: bool = False
+    """Whether the thread waited for a CPU when the stack was read."""
+
+    @property
+    def busy_machine(self) -> bool:
+        """Whether no code blocks the loop, because the machine is busy. If so, the thread has hardly computed, and it
+        either waits for a CPU or runs only code of this package and of libraries."""
+        inside = [k for k, frame in enumerate(self.stack) if frame.name == "_run_once"]  # the others called the loop
+        run = self.stack[inside[-1] + 1 :] if inside else self.stack
+        idle = self.computed is not None and self.computed < self.seconds / 2
+        return idle and (self.waits or not any(is_user_code(frame.filename) for frame in run))
 
     def where(self, filename: str | None = None) -> str:
         """Return `file:line in function` for the innermost frame in the file `filename`. If no frame is in this file,
@@ -47,7 +66,35 @@ def watch_episodes() -> LoopWatch:
     return LoopWatch(_stalled, seconds=STALL_SECONDS)
 
 
+@lru_cache(maxsize=4096)
+def is_user_code(file: str) -> bool:
+    """Return whether a file is the user's own, and not part of Python, an installed package or Tapereel.
+
+    Code typed into an interpreter or a notebook counts as the user's. Code from `<string>` doesn't count, because
+    methods that dataclasses generate have this file name.
+    """
+    if file.startswith(tuple(f"{_PACKAGE / name}/" for name in _FLOORS)):
+        return False
+    if file.startswith("<"):
+        return file.startswith(("<stdin", "<ipython"))
+    # A project's folder may hold the virtual environment, so a file inside it may still belong to a package.
+    libraries = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return not file.startswith(tuple(f"{path}/" for path in libraries))
+
+
+def _usage(thread: int) -> tuple[float, bool] | None:
+    """Return the CPU seconds of a thread of this process, by its native id, and whether it is running or waits for a
+    CPU. Return None if the system doesn't tell."""
+    try:
+        fields = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), fields[0] == "R"
+
+
 def _stalled(stall: Stall) -> None:
+    if stall.busy_machine:
+        return
     log.warning(
         "the event loop has been blocked for %.1f s at %s, and every episode waits. Code that doesn't await can't be "
         "stopped: run it in a thread (an environment sets `blocking = True`) or in a process (`env_processes`)",
@@ -74,7 +121,8 @@ class LoopWatch:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._watched = 0
+        self._watched = self._native = 0
+        self._used: tuple[float, bool] | None = None
         self._alive = True
         self._asked = 0.0
         self._reported = False
@@ -82,7 +130,7 @@ class LoopWatch:
     def attach(self) -> None:
         """Watch the running loop without starting a thread. The caller must call `sample` regularly."""
         self._loop = asyncio.get_running_loop()
-        self._watched = threading.get_ident()
+        self._watched, self._native = threading.get_ident(), threading.get_native_id()
         self._asked = self._clock()
 
     def __enter__(self) -> LoopWatch:
@@ -113,6 +161,7 @@ class LoopWatch:
         assert self._loop is not None
         if self._alive:
             self._alive, self._reported, self._asked = False, False, self._clock()
+            self._used = _usage(self._native)
             try:
                 self._loop.call_soon_threadsafe(self._beat)
             except RuntimeError:
@@ -125,7 +174,9 @@ class LoopWatch:
             # The loop may continue between the heartbeat check and the stack read. Without this second check, the idle
             # stack of a healthy loop would be reported as a stall.
             if frame is not None and not self._alive:
-                self._on_stall(Stall(silent, tuple(traceback.extract_stack(frame))))
+                before, now = self._used, _usage(self._native)
+                computed, waits = (now[0] - before[0], now[1]) if before and now else (None, False)
+                self._on_stall(Stall(silent, tuple(traceback.extract_stack(frame)), computed, waits))
         return True
 
     def _beat(self) -> None:

@@ -14,12 +14,10 @@ import inspect
 import os
 import platform
 import random
-import sysconfig
 import time
 import traceback
 from collections.abc import Coroutine, Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
@@ -36,6 +34,7 @@ from ...envs.environment import (
     as_outcome,
     new_environment,
 )
+from ...envs.loop_watch import is_user_code
 from ...envs.rewards import RewardFailed
 from ...envs.supervised import Stopped, Supervised, TimedOut
 from ...envs.taskset import as_task
@@ -59,9 +58,6 @@ from .recorder import Recorder, keep_pictures
 from .seeds import derive_seed
 
 log = logger("rollout")
-
-_PACKAGE = Path(__file__).resolve().parents[2]
-_FLOORS = ("tapes", "envs", "agents", "finetune", "cli")
 
 
 NOT_FAULTS = (StoreFailed, asyncio.CancelledError, KeyboardInterrupt)
@@ -493,26 +489,10 @@ def _parts(error: BaseException) -> Iterator[BaseException]:
 def _cause(kind: CauseType, error: BaseException) -> Cause:
     frames = traceback.extract_tb(error.__traceback__)
     # Use the innermost line of the user's code, because that is where the user can correct an error from a library.
-    at = next((f for f in reversed(frames) if _is_user_code(f.filename)), frames[-1] if frames else None)
+    at = next((f for f in reversed(frames) if is_user_code(f.filename)), frames[-1] if frames else None)
     frame = f"{at.filename}:{at.lineno} in {at.name}" if at is not None else None
     message = storable(without_secrets(error_message(error)))
     return Cause(type=kind, error=type(error).__qualname__, message=message, frame=frame)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_user_code(file: str) -> bool:
-    """Return whether a file is the user's own, and not part of Python, an installed package or Tapereel.
-
-    Code typed into an interpreter or a notebook counts as the user's. Code from `<string>` doesn't count, because
-    methods that dataclasses generate have this file name.
-    """
-    if file.startswith(tuple(f"{_PACKAGE / name}/" for name in _FLOORS)):
-        return False
-    if file.startswith("<"):
-        return file.startswith(("<stdin", "<ipython"))
-    # A project's folder may hold the virtual environment, so a file inside it may still belong to a package.
-    libraries = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    return not file.startswith(tuple(f"{path}/" for path in libraries))
 
 
 _reported: set[tuple[str | None, ...]] = set()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from pathlib import Path
+from traceback import FrameSummary
 
 import pytest
 
-from tapereel.envs import LoopWatch, Stall
+from tapereel.envs import LoopWatch, Stall, loop_watch
 
 
 class Clock:
@@ -90,6 +93,55 @@ def test_the_thread_names_the_line_that_holds_the_loop():
     (stall,) = stalls
     assert "threading.py" in stall.where()
     assert stall.seconds >= 0.02
+
+
+LOOP = FrameSummary(asyncio.base_events.__file__, 1, "_run_once")
+OURS = FrameSummary(loop_watch.__file__.replace("envs", "tapes"), 63, "new_tape_id")
+LIBRARY = FrameSummary(asyncio.__file__, 1, "add")
+USERS = FrameSummary("/home/me/game.py", 7, "step")
+
+
+@pytest.mark.parametrize(
+    ("stack", "computed", "waits", "busy"),
+    [
+        ((USERS, LOOP, OURS, LIBRARY), 1.0, False, True),  # our line, which can't have computed for so long
+        ((USERS, LOOP, OURS, LIBRARY), 4.5, False, False),
+        ((LOOP, OURS, USERS), 0.1, True, True),  # the machine has no time for this thread
+        ((LOOP, OURS, USERS, LIBRARY), 0.1, False, False),  # it sleeps in the user's code
+        ((LOOP, OURS, USERS), 4.5, True, False),
+        ((LOOP, OURS), None, False, False),  # a system that doesn't tell
+    ],
+)
+def test_a_busy_machine_is_not_blamed_on_the_line_that_ran(
+    stack: tuple[FrameSummary, ...],
+    computed: float | None,
+    waits: bool,
+    busy: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    stall = Stall(5.0, stack, computed, waits)
+    assert stall.busy_machine == busy
+    monkeypatch.setattr(loop_watch.log, "propagate", True)
+    loop_watch._stalled(stall)
+    assert len(caplog.records) == (not busy)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+def test_the_watch_knows_what_the_thread_computed():
+    async def main() -> list[Stall]:
+        watch, clock, stalls = _attached()
+        watch.sample()
+        began = time.thread_time()
+        while time.thread_time() < began + 0.2:
+            pass
+        clock.now = 1.0
+        watch.sample()
+        return stalls
+
+    (stall,) = asyncio.run(main())
+    assert stall.computed is not None
+    assert stall.computed >= 0.1
 
 
 def test_a_stall_lasts_some_time():
