@@ -6,8 +6,8 @@ The file is always written first. Trackers get the numbers on three axes, each w
     train/     what the update did           over the updates (`train/update`)
     eval/      held-out tasks                over the updates (`eval/update`)
 
-A tracker that fails never stops training. The failure is logged once, and the lost points are counted. Trackers get
-only numbers and never the configuration, so they get no secrets. They write below the run directory, unless an
+A tracker that fails never stops training. The failure is logged once, and the lost points are counted. When a run
+begins, trackers also get its configuration, in which secrets are hidden. They write below the run directory, unless an
 environment variable names a server (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID).
 """
 
@@ -25,10 +25,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 from ...tapes.common.config import Config
+from ...tapes.common.config_yaml import settings_of
+from ...tapes.common.redact import hide
 from ...tapes.common.text import logger
 from ...tapes.errors import MissingExtra
 from ...tapes.store.disk import REAL, put_file
-from ...tapes.store.run_directory import METRICS, RunDir, read_metrics
+from ...tapes.store.run_directory import METRICS, RunDir, read_metrics, recorded_settings
 
 log = logger("trackers")
 
@@ -55,6 +57,10 @@ _UNNAMED = re.compile(r"[^\w.\- :/]")
 """Characters that mlflow refuses in the name of a metric."""
 
 
+Setting = bool | int | float | str
+"""The value of a setting, as every tracker takes it. Lists, mappings and None are JSON text."""
+
+
 class Point(NamedTuple):
     """Numbers for one axis at one step."""
 
@@ -68,6 +74,7 @@ class Point(NamedTuple):
 class Tracker(Protocol):
     """The methods of a tracker in `accelerate.tracking` that are used here."""
 
+    def store_init_configuration(self, values: dict[str, Setting]) -> None: ...
     def log(self, values: dict[str, float], step: int | None = None) -> None: ...
     def finish(self) -> None: ...
 
@@ -111,11 +118,12 @@ class Trackers:
         names: Sequence[TrackerName],
         directory: Path,
         *,
-        earlier: Iterable[Mapping[str, object]] = (),
+        config: Mapping[str, object] | None = None,
+        earlier: Sequence[Mapping[str, object]] = (),
         make: Callable[[str, Path], Tracker] | None = None,
     ) -> None:
-        """`earlier` are the lines from earlier processes of the run. Their episodes are counted, but the lines aren't
-        sent again."""
+        """`config` is the run's configuration as nested groups. `earlier` are the lines from earlier processes of the
+        run. Their episodes are counted, but neither the lines nor the configuration are sent again."""
         self.failures: dict[str, int] = {}
         """Number of points that each tracker lost."""
         self._axes = Axes()
@@ -123,8 +131,11 @@ class Trackers:
             self._axes.points(line)
         self._trackers: dict[str, Tracker | None] = {}
         make = make or start_tracker
+        settings = {} if earlier else flat(config or {})
         for name in names:
-            self._trackers[name] = self._guarded(name, lambda name=name: make(name, directory), lost=0)
+            tracker = self._trackers[name] = self._guarded(name, lambda name=name: make(name, directory), lost=0)
+            if tracker is not None and settings:
+                self._guarded(name, lambda tracker=tracker: tracker.store_init_configuration(settings), lost=0)
 
     def line(self, line: Mapping[str, object]) -> None:
         """Send one line of metrics.jsonl."""
@@ -165,7 +176,8 @@ def tracking(run: RunDir, names: Sequence[TrackerName]) -> Iterator[None]:
     if not names:
         yield
         return
-    trackers = Trackers(names, run.path, earlier=read_metrics(run.path / METRICS))
+    config = recorded_settings(run.path)
+    trackers = Trackers(names, run.path, config=config, earlier=read_metrics(run.path / METRICS))
     run.listeners.append(trackers.line)
     try:
         yield
@@ -174,6 +186,12 @@ def tracking(run: RunDir, names: Sequence[TrackerName]) -> Iterator[None]:
         trackers.close()
         if trackers.failures:
             run.results.lost_points = trackers.failures
+
+
+def flat(config: Mapping[str, object]) -> dict[str, Setting]:
+    """Return the value of each setting by its dotted key, with secrets hidden."""
+    values = {".".join(keys): value for keys, value in settings_of(hide(config))}
+    return {key: value if isinstance(value, Setting) else json.dumps(value) for key, value in values.items()}
 
 
 def check_trackers(names: Iterable[TrackerName]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.finetune.run.trackers import FOLDER, Axes, Trackers, check_trackers
+from tapereel.finetune.run.trackers import FOLDER, Axes, Setting, Trackers, check_trackers
 from tapereel.tapes.errors import MissingExtra
 
 LINES: tuple[dict[str, Any], ...] = (
@@ -37,6 +37,10 @@ class Kept:
     def __init__(self, *, breaks: bool = False) -> None:
         self.got: list[tuple[int | None, dict[str, float]]] = []
         self.breaks, self.ended = breaks, False
+        self.settings: dict[str, Setting] = {}
+
+    def store_init_configuration(self, values: dict[str, Setting]) -> None:
+        self.settings |= values
 
     def log(self, values: dict[str, float], step: int | None = None) -> None:
         if self.breaks:
@@ -98,6 +102,40 @@ def test_a_tracker_that_fails_is_said_once_and_counted_and_the_others_go_on(capl
     assert said.count("FAILED") == 2
     assert "the disk is full" in said
     assert said.count(": 6 ") == 2
+
+
+CONFIG = {
+    "seed": 3,
+    "env": None,
+    "loop": {"optimiser": {"lr": 1e-3, "betas": [0.9, 0.95]}, "sleep": False, "changes": {}},
+    "engine": {"options": {"api_key": "sk-1234567890abcdef1234567890abcdef"}},
+}
+
+
+def test_a_tracker_gets_the_configuration_once_and_without_secrets():
+    kept = Kept()
+    Trackers(("wandb",), Path(), config=CONFIG, make=lambda name, path: kept)
+    assert "1234567890abcdef" not in str(kept.settings.pop("engine.options.api_key"))
+    assert kept.settings == {
+        "seed": 3,
+        "env": "null",
+        "loop.optimiser.lr": 1e-3,
+        "loop.optimiser.betas": "[0.9, 0.95]",
+        "loop.sleep": False,
+        "loop.changes": "{}",
+    }
+    again = Kept()
+    Trackers(("wandb",), Path(), config=CONFIG, earlier=LINES, make=lambda name, path: again)
+    assert again.settings == {}, "mlflow refuses a setting that changed"
+
+
+def test_tensorboard_shows_the_configuration(tmp_path: Path):
+    pytest.importorskip("tensorboard")
+    trackers = Trackers(("tensorboard",), tmp_path, config=CONFIG)
+    trackers.close()
+    assert trackers.failures == {}
+    (written,) = (tmp_path / FOLDER / "tensorboard").glob("*/hparams.yml")
+    assert "loop.optimiser.lr: 0.001" in written.read_text()
 
 
 def test_wandb_gets_no_step_that_could_go_back():
