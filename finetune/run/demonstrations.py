@@ -80,6 +80,7 @@ class DemoScene(TypedDict):
 class DemoConfig(SeedConfig, TrackedConfig):
     """The settings of the demo. The numbers in the README were measured with the defaults."""
 
+    other_names = TrainConfig.other_names
     algo: Literal["grpo", "reinforce", "rloo", "ppo", "dapo"] = "grpo"
     """The recipe for the loop. `loop.recipe` is set to it."""
     model_size: Literal["micro", "tiny", "small", "base"] = "small"

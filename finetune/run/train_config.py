@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -83,9 +84,62 @@ class CurriculumConfig(SuccessConfig):
     """How often a task is drawn from each pool, relative to the others. An empty pool's share goes to the others."""
 
 
+_OTHER_NAMES = {
+    "adam_beta1 adam_beta2": "loop.optimiser.betas",
+    "adam_epsilon": "loop.optimiser.eps",
+    "adv_estimator advantage_estimator loss_type policy_loss": "loop.recipe",
+    "attn_implementation": "trainer.attention",
+    "beta entropy_coeff entropy_coef kl_coef kl_loss_coef": "loop.changes.regulariser",
+    "bf16": "loop.optimiser.autocast trainer.dtype",
+    "clip_grad max_grad_norm": "loop.optimiser.grad_clip",
+    "clip_ratio cliprange epsilon": "loop.changes.surrogate.low loop.changes.surrogate.high",
+    "clip_ratio_high epsilon_high": "loop.changes.surrogate.high",
+    "clip_ratio_low epsilon_low": "loop.changes.surrogate.low",
+    "dataset_name train_files": "tasks",
+    "enable_gradient_checkpointing": "loop.optimiser.gradient_checkpointing",
+    "eval_steps test_freq": "evaluation.every",
+    "free_cache_engine vllm_enable_sleep_mode": "loop.sleep",
+    "fsdp": "processes.shard",
+    "generation_batch_size per_device_train_batch_size train_batch_size": "loop.groups",
+    "gpu_memory_utilization vllm_gpu_memory_utilization": "engine.slots engine.capacity",
+    "gradient_accumulation_steps ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu": "loop.optimiser.micro_tokens",
+    "learning_rate": "loop.optimiser.lr",
+    "logger report_to": "trackers",
+    "lora_alpha": "trainer.lora.alpha",
+    "lora_r lora_rank": "trainer.lora.rank",
+    "lora_target_modules target_modules": "trainer.lora.targets",
+    "lr_scheduler_type": "loop.optimiser.schedule.kind",
+    "lr_warmup_steps warmup_steps": "loop.optimiser.schedule.warmup",
+    "max_actor_ckpt_to_keep save_total_limit": "loop.keep_checkpoints",
+    "max_assistant_turns max_turns": "loop.limits.turns",
+    "max_completion_length max_new_tokens max_response_length response_length": "loop.sampling.max_tokens",
+    "max_model_len vllm_max_model_length": "engine.capacity",
+    "max_num_seqs": "loop.max_concurrent",
+    "max_prompt_length": "loop.limits.prompt_tokens",
+    "max_steps num_train_epochs total_epochs total_training_steps": "loop.updates",
+    "model_name_or_path": "engine.model",
+    "n num_generations": "loop.group_size",
+    "num_iterations ppo_epochs": "loop.epochs",
+    "ppo_mini_batch_size": "loop.minibatches",
+    "ref_model": "loop.reference",
+    "ref_model_mixup_alpha": "loop.reference.decay",
+    "ref_model_sync_steps": "loop.reference.every",
+    "reward_fn reward_funcs reward_model": "rewards",
+    "save_freq save_steps": "loop.checkpoint_every",
+    "scale_rewards": "loop.changes.baseline.kind",
+    "use_vllm vllm_mode": "engine.kind",
+    "val_files": "evaluation.tasks",
+    "vllm_server_base_url vllm_server_host": "engine.urls",
+}
+"""Names of settings in TRL and verl, with our settings. Several names or settings are separated by spaces."""
+
+
 class TrainConfig(Setup, TrackedConfig):
     """The settings of a training run."""
 
+    other_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        name: tuple(keys.split()) for names, keys in _OTHER_NAMES.items() for name in names.split()
+    }
     engine: TrainedEngine
     """The model to train, and the engine that samples with it: an embedded engine, or one that receives the weights."""
     trainer: TrainerConfig = TrainerConfig()

@@ -16,7 +16,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, WrapSerializer, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -49,6 +49,9 @@ class Config(BaseModel):
     """Base class for a group of settings. It is immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    other_names: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Names that other frameworks have for settings, with the dotted keys of these settings here. If such a name is the
+    last part of an unknown key, the error suggests the settings. Only the table of the outermost class is used."""
 
     @model_validator(mode="before")
     @classmethod
@@ -290,7 +293,8 @@ def _explain(cls: type[BaseModel], layers: _Layers, data: dict[str, Any], error:
     keys = _path(data, error["loc"])
     name = ".".join(keys) or "the configuration"
     if error["type"] == "extra_forbidden":
-        return f"unknown key {name} ({layers.where(keys)}){_nearest(cls, name)}"
+        inside = [".".join(key) for key in layers if key[: len(keys)] == keys]  # all of them are unknown
+        return f"unknown key {name} ({layers.where(keys)}){_nearest(cls, name, inside)}"
     if error["type"] == "missing":
         return f"{'.'.join((*keys, str(error['loc'][-1])))} is not set, and has no default"
     where = f" ({layers.where(keys)})" if keys else ""
@@ -308,8 +312,12 @@ def _path(data: Any, loc: Sequence[int | str]) -> Keys:
     return tuple(keys)
 
 
-def _nearest(cls: type[BaseModel], name: str) -> str:
+def _nearest(cls: type[BaseModel], name: str, inside: Sequence[str]) -> str:
+    """Return a question that suggests settings for the unknown key `name`, or the keys in its group. `inside` are the
+    unknown keys in full, if `name` is a group."""
     known = config_keys(cls)
+    if renamed := [key for one in inside for key in _renamed(cls, known, one)]:
+        return "; did you mean " + " or ".join(dict.fromkeys(renamed)) + "?"
     *above, leaf = name.split(".")
     same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]
     siblings = [key for key in known if _is_beside(key.split(".")[:-1], above)]
@@ -321,6 +329,17 @@ def _nearest(cls: type[BaseModel], name: str) -> str:
     if close:
         return "; did you mean " + " or ".join(close[:3]) + "?"
     return "; the keys here are " + ", ".join(dict.fromkeys(siblings or [key for key in known if "." not in key]))
+
+
+def _renamed(cls: type[BaseModel], known: Sequence[str], name: str) -> Iterator[str]:
+    """Yield the settings that another framework calls like the last part of `name`. A setting in the same group is
+    preferred: `warm.learning_rate` is `warm.optimiser.lr`, and not `loop.optimiser.lr`."""
+    *above, leaf = name.split(".")
+    for key in getattr(cls, "other_names", {}).get(leaf, ()):
+        parts = key.split(".")
+        near = (".".join((*above, *parts[k:])) for k in range(len(parts)))
+        if parts[0] in known:
+            yield next((one for one in near if one in known), key)
 
 
 def _is_beside(group: list[str], above: list[str]) -> bool:

@@ -47,8 +47,10 @@ def model_folder(name: str | Path) -> Path:
         )
     try:
         return snapshot(*parts)
-    except NotFound as error:
-        raise NotFound(f"{error}{_nearest(found)}") from error
+    except (NotFound, MissingExtra) as error:
+        if not (close := _nearest(found)):
+            raise
+        raise NotFound(f"{error}{close}") from error
 
 
 def _nearest(missing: Path) -> str:
