@@ -235,7 +235,7 @@ class Climb:
         if n >= LOOP:
             yield Sign(
                 8,
-                f"If nothing else helps, try {self._times('loop.optimiser.lr', 10)} or a tenth of it, "
+                f"Try {self._times('loop.optimiser.lr', 10)} or a tenth of it, "
                 f"{self._times('loop.groups', 4)}, and more updates (loop.updates={4 * n}).",
                 0.0,
             )
