@@ -1,14 +1,15 @@
-"""The gateway serves OpenAI's protocol. It makes any program an agent, and records tapes for replay and training.
+"""The gateway serves the APIs of OpenAI and Anthropic. It makes any program an agent, and records tapes for replay and
+training.
 
 `Program` starts one program per episode, inside a rollout or the training loop. `tapereel serve gateway` serves
 programs that are started elsewhere. The gateway needs the extra `http`.
 """
 
+from .dialect import Refused
 from .gateway_control import Control
 from .gateway_server import Bounds, Gateway
 from .gateway_session import Session
 from .linking import label_calls
-from .openai_protocol import Refused
 from .program import Endpoint, Program, ProgramFailed
 
 __all__ = ["Bounds", "Control", "Endpoint", "Gateway", "Program", "ProgramFailed", "Refused", "Session", "label_calls"]

@@ -40,9 +40,9 @@ from ..episode.llm import LLM
 from ..episode.rollout import rollout
 from ..setup.engine_config import make_engine
 from ..setup.team_config import EpisodesConfig
+from .dialect import Refused, invalid
 from .gateway_server import Bounds, Gateway, json_response
 from .gateway_session import Session
-from .openai_protocol import Refused, invalid
 
 log = logger("gateway")
 

@@ -1,11 +1,12 @@
-"""The gateway's HTTP server. It has an OpenAI-compatible API in which each API key belongs to one tape.
+"""The gateway's HTTP server. It has the APIs of OpenAI and Anthropic, in which each API key belongs to one tape.
 
     GET  /v1/models, /v1/models/ID     POST /v1/chat/completions      with a tape's key
     /tapereel/tapes/...         begin, score and end tapes     with the admin token (`gateway_control.py`)
 
 The server stores only the digest of a key. A key is valid for one tape, until that tape ends. By default, the server
 listens on the loopback address only. The size of bodies and headers is limited, and so is the time to send them.
-Refused requests are logged without the key. `gateway_session` answers requests, and `openai_protocol` parses them.
+Refused requests are logged without the key. `gateway_session` answers requests. A dialect (`dialect.py`) reads each
+request and writes its answer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pydantic import JsonValue
@@ -27,9 +27,10 @@ from ...tapes.common.http_service import BODY, EVERYWHERE, Handler, HttpService,
 from ...tapes.common.redact import without_secrets
 from ...tapes.common.request_checks import bearer
 from ...tapes.common.text import logger
+from . import chat_protocol
+from .dialect import Asked, Dialect, Refused, Stream
 from .gateway_session import Live, Session, ended
 from .linking import USES, Use
-from .openai_protocol import CHUNK, ChatRequest, Refused, delta, read_request
 
 log = logger("gateway")
 
@@ -42,6 +43,8 @@ MODEL = "policy"
 PREFIX = "sk-tape-"
 """Prefix of every key of a tape."""
 _KEY = re.compile(rf"(?=({PREFIX}[A-Za-z0-9_-]{{32}}))")
+_DIALECTS: dict[str, Dialect] = {"/v1/chat/completions": chat_protocol}
+"""The dialect of each route. Paths below a route have its dialect too."""
 _EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -94,11 +97,11 @@ class Gateway(HttpService):
         return f"http://{request.host}/v1" if self.host in EVERYWHERE else self.url
 
     def routes(self) -> list[web.RouteDef]:
-        """Return the routes of OpenAI's protocol."""
+        """Return the routes of the APIs."""
         return [
             web.get("/v1/models", self._models),
             web.get("/v1/models/{model:.+}", self._model),
-            web.post("/v1/chat/completions", self._chat),
+            *(web.post(path, self._ask) for path in _DIALECTS),
         ]
 
     def has_token(self, request: web.Request) -> bool:
@@ -111,7 +114,7 @@ class Gateway(HttpService):
         return super().has_token(request)
 
     def refusal(self, request: web.Request, status: int, why: str) -> web.Response:
-        """Return the answer to a refused request in the form that OpenAI's servers use."""
+        """Return the answer to a refused request in the form that the API's servers use."""
         return self._refuse(request, Refused(status, why))
 
     # Keys
@@ -182,7 +185,7 @@ class Gateway(HttpService):
     # Requests
 
     async def answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Handle the request, and answer every error in the form that OpenAI's servers use."""
+        """Handle the request, and answer every error in the form that the API's servers use."""
         try:
             return await handler(request)
         except Refused as error:
@@ -191,7 +194,7 @@ class Gateway(HttpService):
             why = f"{request.method} {request.path[:100]} is not served here: {error.reason}"
             return self.refusal(request, error.status, why)
         except StoreFailed as error:
-            return self._refuse(request, Refused(500, str(error), code="store_failed", final=True))
+            return self._refuse(request, _store_failed(error))
 
     def _log(self, request: web.Request, error: Refused) -> None:
         known = [self.token]
@@ -206,9 +209,8 @@ class Gateway(HttpService):
 
     def _refuse(self, request: web.Request, error: Refused) -> web.Response:
         self._log(request, error)
-        return web.Response(
-            status=error.status, body=to_json(error.body), content_type="application/json", headers=error.headers
-        )
+        refused = to_json(_dialect(request).refusal(error))
+        return web.Response(status=error.status, body=refused, content_type="application/json", headers=error.headers)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
@@ -219,22 +221,21 @@ class Gateway(HttpService):
         self._session(request)
         return json_response(_about(request.match_info["model"]))
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
-        asked = read_request(request[BODY])
+    async def _ask(self, request: web.Request) -> web.StreamResponse:
+        session, dialect = self._session(request), _dialect(request)
+        asked = dialect.read(request[BODY])
         # Check this before the call is recorded. A tape is never rewritten, so a recorded key would stay on it.
         self.without_keys(asked.messages, asked.tools, asked.stop, asked.model)
         use = _use(request)
         await self._steady(session)
         if asked.stream:
-            return await self._stream(request, session, asked, use)
-        answer = await session.ask(asked, use=use)
-        response = json_response(answer.body())
+            return await self._stream(request, session, asked, use, dialect.stream(asked))
+        response = json_response(dialect.body(asked, await session.ask(asked, use=use)))
         await self._write(request, response, None)
         return response
 
     async def _stream(
-        self, request: web.Request, session: Session, asked: ChatRequest, use: Use | None
+        self, request: web.Request, session: Session, asked: Asked, use: Use | None, stream: Stream
     ) -> web.StreamResponse:
         """Stream the answer while it is sampled.
 
@@ -249,21 +250,17 @@ class Gateway(HttpService):
                 quiet = await live.quiet(self.bounds.quiet_seconds if response.prepared else None)
                 if asking.done():
                     break
-                data = b":\n\n" if quiet else _events(_taken(live, asked, response.prepared))
+                data = stream.quiet if quiet else _taken(live, stream, response.prepared)
                 if data and not await self._write(request, response, data):
                     return response
             answer = await asking
-            last = (
-                *_taken(live, asked, response.prepared),
-                *answer.chunks(live.sent, usage=bool(asked.stream_options.include_usage)),
-            )
-            await self._write(request, response, _events(last) + b"data: [DONE]\n\n")
+            await self._write(request, response, _taken(live, stream, response.prepared) + stream.end(answer))
         except (Refused, StoreFailed) as error:
             if not response.prepared:
                 raise
             refused = error if isinstance(error, Refused) else _store_failed(error)
             self._log(request, refused)
-            await self._write(request, response, _events([refused.body]))
+            await self._write(request, response, stream.failed(refused))
         finally:
             # If the client is gone, the partial answer is recorded before this method returns. This uses `wait`,
             # because `await asking` would raise the request's error in place of the error that is being raised.
@@ -312,18 +309,15 @@ def _use(request: web.Request) -> Use | None:
     raise Refused(400, f"{USE_HEADER} is one of {', '.join(USES)}, not {header[:50]!r}", param=USE_HEADER)
 
 
-def _taken(live: Live, asked: ChatRequest, begun: bool) -> list[dict[str, object]]:
-    """Return the chunks that can be sent now. The first chunk of the stream has the role, and the others have text."""
-    head = {"id": live.id, "object": CHUNK, "created": live.created, "model": asked.model}
-    deltas = [] if begun else [{"role": "assistant", "content": ""}]
+def _dialect(request: web.Request) -> Dialect:
+    """Return the dialect of the request's path. Paths of no dialect have OpenAI's errors."""
+    return next((dialect for path, dialect in _DIALECTS.items() if request.path.startswith(path)), chat_protocol)
+
+
+def _taken(live: Live, stream: Stream, begun: bool) -> bytes:
+    """Return the events that can be sent now."""
     text = live.take()
-    if text:
-        deltas.append({"content": text})
-    return [{**head, "choices": [delta(more)]} for more in deltas]
-
-
-def _events(chunks: Iterable[Mapping[str, object]]) -> bytes:
-    return b"".join(b"data: " + to_json(chunk) + b"\n\n" for chunk in chunks)
+    return (b"" if begun else stream.begin(live.id, live.created)) + (stream.text(text) if text else b"")
 
 
 def _store_failed(error: StoreFailed) -> Refused:

@@ -30,8 +30,9 @@ from ..episode.limits import LimitReached
 from ..episode.llm import LLM, ModelFailed, RenderFailed, Reply
 from ..rendering.incremental_decoder import IncrementalDecoder, overlap
 from ..rendering.tool_calls import free_prefix
+from .chat_protocol import token_logprobs
+from .dialect import PIXELS, Answered, Asked, Refused
 from .linking import Use, label_calls
-from .openai_protocol import PIXELS, ChatAnswer, ChatRequest, Refused, token_logprobs
 
 if TYPE_CHECKING:
     from ..rendering.renderer import Renderer
@@ -89,7 +90,7 @@ class Live:
     must repeat the sent text. Otherwise the stream stops and `end` returns False.
     """
 
-    def __init__(self, request: ChatRequest) -> None:
+    def __init__(self, request: Asked) -> None:
         self.id = ""
         """Id of the answer. It is empty until `open` is called."""
         self.created = int(time.time())
@@ -166,7 +167,7 @@ class Session:
         self._tape, self._llm, self._follow = tape, llm, follow
         self._engine = llm.engine
         self._renderer = llm.engine.renderer if llm.engine is not None else None
-        self._asking: set[asyncio.Task[ChatAnswer]] = set()
+        self._asking: set[asyncio.Task[Answered]] = set()
         self._numbers: Counter[str] = Counter()
         self._sent: dict[str, list[_Sent]] = {}
         """The answers sent so far, by `_echo_key`."""
@@ -204,7 +205,7 @@ class Session:
             return False
         return "weights" in self._engine.can and cast(CapableEngine, self._engine).changing
 
-    async def ask(self, request: ChatRequest, *, use: Use | None = None, live: Live | None = None) -> ChatAnswer:
+    async def ask(self, request: Asked, *, use: Use | None = None, live: Live | None = None) -> Answered:
         """Sample the model's answer and record the call.
 
         `use` is the call's training label if the program sets one. If it is None, `linking` finds the label. `live`
@@ -240,7 +241,7 @@ class Session:
             self._asking.discard(asking)
             self.heard_at = time.monotonic()
 
-    async def _ask(self, request: ChatRequest, use: Use | None, live: Live | None) -> ChatAnswer:
+    async def _ask(self, request: Asked, use: Use | None, live: Live | None) -> Answered:
         try:
             # Use the recorded messages, not the ones that the client sent back. The renderer then keeps the sampled ids
             # as the prefix of this prompt. A tool call that the client serialised again could encode to other tokens
@@ -255,7 +256,7 @@ class Session:
             name = hashlib.sha256(f"{conversation}/{self._numbers[conversation]}".encode()).hexdigest()[:24]
             sampling = self._sampling(request)
             if live is not None:
-                live.open(f"chatcmpl-{name}", self._renderer)
+                live.open(name, self._renderer)
             # `LLM` makes the retries. After ModelFailed, no retry is left or would help, so the gateway doesn't retry.
             reply = await self._llm(
                 self._tape,
@@ -295,18 +296,16 @@ class Session:
             )
         return answer
 
-    def _answer(
-        self, request: ChatRequest, reply: Reply, name: str, conversation: str, live: Live | None
-    ) -> ChatAnswer:
+    def _answer(self, request: Asked, reply: Reply, name: str, conversation: str, live: Live | None) -> Answered:
         call = self._llm.recorder.log.call(reply.call)
         text = reply.content if request.tools else reply.text
         called = enumerate(reply.chat_calls[: None if request.parallel_tool_calls else 1] if request.tools else ())
         tools = tuple({**call, "id": call["id"] or f"call_{name}{k}"} for k, call in called)
-        answer = ChatAnswer(
-            id=f"chatcmpl-{name}",
-            model=request.model,
+        answer = Answered(
+            id=name,
             text=text,
             finish="tool_calls" if tools else "length" if reply.finish == "length" else "stop",
+            stopped=self._stopped(request, call),
             tool_calls=tools,
             prompt_tokens=call.usage.prompt_tokens or 0,
             completion_tokens=call.usage.completion_tokens or 0,
@@ -412,14 +411,21 @@ class Session:
             found.append({**message, "content": parts} if parts else message)
         return found
 
-    def _sampling(self, request: ChatRequest) -> Sampling:
+    def _sampling(self, request: Asked) -> Sampling:
         own = self._llm.sampling
         asked: dict[str, Any] = {}
         if self._follow:
             asked = {name: value for name in ("temperature", "top_p") if (value := getattr(request, name)) is not None}
         if request.stop:
-            asked["extra"] = {**own.extra, "stop": request.stop}
+            asked["extra"] = {**own.extra, "stop": list(request.stop)}
         return own.model_copy(update=asked) if asked else own
+
+    def _stopped(self, request: Asked, call: Call) -> str | None:
+        """Return the stop string that ended the answer, if the request has stop strings and the engine reports ids."""
+        if not request.stop or call.completion is None or self._renderer is None:
+            return None
+        rest = self._renderer.decode(call.completion)[len(call.text or "") :]
+        return next((stop for stop in request.stop if rest.startswith(stop)), None)
 
     def _logprobs(self, call: Call) -> list[dict[str, object]] | None:
         renderer = self._renderer

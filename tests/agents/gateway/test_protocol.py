@@ -10,12 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapereel.agents.gateway.openai_protocol import (
-    ChatAnswer,
-    Refused,
-    read_request,
-    token_logprobs,
-)
+from tapereel.agents.gateway import chat_protocol
+from tapereel.agents.gateway.chat_protocol import token_logprobs
+from tapereel.agents.gateway.dialect import Answered, Refused
 from tapereel.tapes.common.plain_json import read_plain
 
 USER = {"role": "user", "content": "hi"}
@@ -23,7 +20,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 
 def read(**fields: Any) -> Any:
-    return read_request({"model": "m", "messages": [USER], **fields})
+    return chat_protocol.read({"model": "m", "messages": [USER], **fields})
 
 
 def an_object(body: bytes) -> Any:
@@ -55,7 +52,7 @@ def test_what_clients_send_is_read():
         parallel_tool_calls=True,
     )
     assert (found.temperature, found.top_p, found.max_tokens, found.seed, found.stop) == (0.5, 0.9, 5, 3, ["\n"])
-    assert (found.stream, found.stream_options.include_usage, found.logprobs, found.token_ids) == (
+    assert (found.stream, found.wire["include_usage"], found.logprobs, found.token_ids) == (
         True,
         True,
         True,
@@ -63,7 +60,7 @@ def test_what_clients_send_is_read():
     )
     assert found.tools == [TOOL]
     assert read(tools=[TOOL], tool_choice="none").tools == []
-    assert read(stream_options={}, stream=True).stream_options.include_usage is None
+    assert read(stream_options={}, stream=True).wire["include_usage"] is False
     assert read(stop=None, seed=None, temperature=None).temperature is None
 
 
@@ -120,8 +117,9 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], param:
     with pytest.raises(Refused) as refused:
         read(**fields)
     assert refused.value.status == 400
-    assert refused.value.body["error"]["param"] == param
-    assert set(refused.value.body["error"]) == {"message", "type", "param", "code"}
+    assert refused.value.param == param
+    body: Any = chat_protocol.refusal(refused.value)
+    assert (body["error"]["param"], set(body["error"])) == (param, {"message", "type", "param", "code"})
 
 
 @given(
@@ -145,7 +143,7 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], param:
 )
 def test_no_body_does_anything_but_be_read_or_refused(body: bytes):
     with contextlib.suppress(ValueError):
-        read_request(an_object(body))
+        chat_protocol.read(an_object(body))
 
 
 @pytest.mark.parametrize(
@@ -160,18 +158,18 @@ def test_no_body_does_anything_but_be_read_or_refused(body: bytes):
 )
 def test_what_no_tape_could_hold_is_refused(body: bytes):
     with pytest.raises(ValueError):  # noqa: PT011 - the parser's, or Refused
-        read_request(an_object(body))
+        chat_protocol.read(an_object(body))
 
 
 def test_a_pair_of_surrogates_is_a_character():
     body = b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00"}]}'
-    assert read_request(an_object(body)).messages[0]["content"] == "\U0001f600"
+    assert chat_protocol.read(an_object(body)).messages[0]["content"] == "\U0001f600"
 
 
 def test_a_body_nested_without_end_is_refused():
     for body in (b"[" * 100_000, json.dumps({"messages": [USER], "tools": [nested(400)]}).encode()):
         with pytest.raises(ValueError, match=r"\b64\b"):
-            read_request(an_object(body))
+            chat_protocol.read(an_object(body))
 
 
 def nested(depth: int) -> Any:
@@ -181,20 +179,31 @@ def nested(depth: int) -> Any:
     return {"type": "function", "function": {"name": "add", "parameters": value}}
 
 
+def streamed(asked: Any, answer: Answered, sent: str) -> list[Any]:
+    """The chunks after `sent`."""
+    stream = chat_protocol.stream(asked)
+    stream.begin(answer.id, answer.created)
+    if sent:
+        stream.text(sent)
+    *events, done, rest = stream.end(answer).split(b"\n\n")
+    assert (done, rest) == (b"data: [DONE]", b"")
+    return [json.loads(event.removeprefix(b"data: ")) for event in events]
+
+
 def test_a_stream_holds_what_the_whole_answer_holds():
     text = " two  words\nand a line \n"
-    answer = ChatAnswer("id", "m", text, "stop", prompt_tokens=3, completion_tokens=2, prompt_ids=[1], ids=[2])
+    answer = Answered("id", text, "stop", prompt_tokens=3, completion_tokens=2, prompt_ids=[1], ids=[2])
+    asked, silent = read(stream_options={"include_usage": True}), read()
+    body: Any = chat_protocol.body(asked, answer)
     for n in range(len(text) + 1):
-        rest = list(answer.chunks(text[:n], usage=True))
+        rest = streamed(asked, answer, text[:n])
         assert text[:n] + "".join(c["choices"][0]["delta"].get("content", "") for c in rest[:-1]) == text
-    chunks = list(answer.chunks("", usage=True))
+    chunks = streamed(asked, answer, "")
     assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
-    assert chunks[-2]["choices"][0]["token_ids"] == answer.body()["choices"][0]["token_ids"] == [2]
-    assert (
-        chunks[-1]["usage"] == answer.body()["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-    )
-    assert chunks[-2]["prompt_token_ids"] == answer.body()["prompt_token_ids"] == [1]
-    assert len(list(answer.chunks("", usage=False))) == len(chunks) - 1
+    assert chunks[-2]["choices"][0]["token_ids"] == body["choices"][0]["token_ids"] == [2]
+    assert chunks[-1]["usage"] == body["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    assert chunks[-2]["prompt_token_ids"] == body["prompt_token_ids"] == [1]
+    assert len(streamed(silent, answer, "")) == len(chunks) - 1
 
 
 def test_an_unknown_log_prob_is_null():

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from tapereel.agents.engines.engine import Completion
 from tapereel.agents.episode.stop_strings import cut_at_stop
+from tapereel.agents.gateway import chat_protocol
+from tapereel.agents.gateway.dialect import Asked
 from tapereel.agents.gateway.gateway_session import Live
-from tapereel.agents.gateway.openai_protocol import ChatRequest, read_request
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.agents.rendering.tool_calls import read_tool_calls
 
@@ -58,12 +59,12 @@ STOP = st.sampled_from(["stop", "p", "sto", "topic", ".\n", "\n\n", "🙂", "<to
 STOPS = st.lists(STOP, max_size=3)
 
 
-def request(stop: Any = (), tools: bool = False) -> ChatRequest:
+def request(stop: Any = (), tools: bool = False) -> Asked:
     body = {"messages": [{"role": "user", "content": "x"}], "stop": list(stop), "tools": [TOOL] if tools else []}
-    return read_request(body)
+    return chat_protocol.read(body)
 
 
-def live(name: str, asked: ChatRequest | None = None) -> Live:
+def live(name: str, asked: Asked | None = None) -> Live:
     found = Live(asked or request())
     found.open("x", RENDERERS[name])
     return found
@@ -81,7 +82,7 @@ def told(to: Live, ids: list[int], sizes: list[int]) -> list[str]:
     return pieces
 
 
-def whole(name: str, ids: list[int], asked: ChatRequest) -> str:
+def whole(name: str, ids: list[int], asked: Asked) -> str:
     """The text of the answer, as the door and the protocol make it."""
     renderer = RENDERERS[name]
     made = Completion(text=renderer.decode(ids), ids=array("i", ids))

@@ -1,0 +1,271 @@
+"""OpenAI's chat-completions API as a dialect of the gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    TypeAdapter,
+    ValidationError,
+)
+
+from ...tapes.records import Message
+from .dialect import (
+    Answered,
+    Asked,
+    DataUrl,
+    Flag,
+    MaxTokens,
+    Refused,
+    StopString,
+    Temperature,
+    TopP,
+    check_pictures,
+    event,
+    fields_of,
+    invalid,
+)
+
+_IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
+"""Fields for a hosted service that don't affect sampling."""
+_NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
+    "n": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "modalities": (["text"],),
+}
+"""Fields that are accepted only with these values."""
+CHUNK = "chat.completion.chunk"
+"""The `object` field of each chunk of a stream."""
+_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+"""OpenAI's error type for each HTTP status. Any other status below 500 is an `invalid_request_error`."""
+_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+"""The default error code for each HTTP status."""
+
+
+class _Function(BaseModel):
+    name: str
+    arguments: str = ""
+
+
+class _ToolCall(BaseModel):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class _ImageUrl(BaseModel):
+    url: DataUrl
+    detail: Literal["auto", "low", "high"] | None = None
+    """Only hosted models use this. Elsewhere the image processor chooses the size. The call records the value."""
+
+
+class _ImagePart(BaseModel):
+    type: Literal["image_url"]
+    image_url: _ImageUrl
+
+
+class ChatMessage(BaseModel):
+    """A message in a request. Fields that only a hosted service knows, such as `refusal`, are left out."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        list[Annotated[_TextPart | _ImagePart, Field(discriminator="type")]],
+        BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value or []),
+    ] = []
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+    def plain(self) -> Message:
+        """Return the message without empty fields. Its content is one text, or a list of parts if it has pictures."""
+        rest = self.model_dump(include={"name", "tool_call_id", "tool_calls"}, exclude_none=True)
+        if not self.tool_calls:
+            rest.pop("tool_calls", None)
+        pieces = [part.text for part in self.content if isinstance(part, _TextPart)]
+        content = "".join(pieces) if len(pieces) == len(self.content) else [part.model_dump() for part in self.content]
+        return {"role": self.role, "content": content, **rest}
+
+
+_messages: TypeAdapter[list[ChatMessage]] = TypeAdapter(Annotated[list[ChatMessage], Field(min_length=1)])
+
+
+def _tool(tool: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError('must be {"type": "function", "function": {"name": ...}}')
+    return tool
+
+
+class _StreamOptions(BaseModel):
+    include_usage: bool | None = Field(default=None, strict=True)
+
+
+class _Request(BaseModel):
+    """The fields of a request except `messages`."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str = ""
+    tools: list[Annotated[dict[str, JsonValue], AfterValidator(_tool)]] = []
+    parallel_tool_calls: Flag = True
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    max_tokens: MaxTokens | None = None
+    seed: int | None = Field(default=None, strict=True, ge=-(2**63), lt=2**63)
+    stop: Annotated[
+        list[StopString],
+        Field(max_length=4),
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    ] = []
+    stream: Flag = False
+    stream_options: _StreamOptions = _StreamOptions()
+    logprobs: Flag = False
+    return_token_ids: Flag = False
+    """vLLM's extension of the protocol."""
+
+
+def read(data: Mapping[str, JsonValue]) -> Asked:
+    """Check the JSON object of a request. Raises Refused with the name of the invalid field."""
+    left = fields_of(data, _IGNORED, _NEUTRAL)
+    if left.get("tool_choice") == "none":
+        left.pop("tools", None)
+    if "max_completion_tokens" in left:
+        left["max_tokens"] = left.pop("max_completion_tokens")
+    sent = left.pop("messages", None)
+    try:
+        messages = _messages.validate_python(sent)
+    except ValidationError as error:
+        raise invalid(error, "messages") from None
+    check_pictures(sum(isinstance(part, _ImagePart) for message in messages for part in message.content), "messages")
+    try:
+        found = _Request.model_validate({name: value for name, value in left.items() if name not in _NEUTRAL})
+    except ValidationError as error:
+        raise invalid(error) from None
+    return Asked(
+        messages=[message.plain() for message in messages],
+        tools=found.tools,
+        model=found.model,
+        parallel_tool_calls=found.parallel_tool_calls,
+        temperature=found.temperature,
+        top_p=found.top_p,
+        max_tokens=found.max_tokens,
+        seed=found.seed,
+        stop=found.stop,
+        stream=found.stream,
+        logprobs=found.logprobs,
+        token_ids=found.return_token_ids,
+        wire={"include_usage": bool(found.stream_options.include_usage)},
+    )
+
+
+def body(asked: Asked, answer: Answered) -> dict[str, object]:
+    """Return the JSON object of an answer that isn't streamed."""
+    choice: dict[str, object] = {
+        "index": 0,
+        "message": answer.message,
+        "finish_reason": answer.finish,
+        "logprobs": _logprobs(answer),
+    }
+    if answer.ids is not None:
+        choice["token_ids"] = answer.ids
+    whole: dict[str, object] = {
+        "id": f"chatcmpl-{answer.id}",
+        "object": "chat.completion",
+        "created": answer.created,
+        "model": asked.model,
+        "choices": [choice],
+        "usage": _usage(answer),
+    }
+    return whole if answer.prompt_ids is None else {**whole, "prompt_token_ids": answer.prompt_ids}
+
+
+def refusal(error: Refused) -> dict[str, object]:
+    """Return the JSON object of an error."""
+    known = _KINDS.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    kind = error.code if error.code == "insufficient_quota" else known
+    code = error.code or _CODES.get(error.status)
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": code}}
+
+
+class _Chunks:
+    """Writes an answer as chunks. The tool calls, and the log-probs and ids of all tokens, are sent at the end."""
+
+    quiet = b":\n\n"
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._head: dict[str, object] = {}
+        self._sent = 0
+
+    def begin(self, id: str, created: int) -> bytes:
+        self._head = {"id": f"chatcmpl-{id}", "object": CHUNK, "created": created, "model": self._asked.model}
+        return self._delta({"role": "assistant", "content": ""})
+
+    def text(self, piece: str) -> bytes:
+        self._sent += len(piece)
+        return self._delta({"content": piece})
+
+    def end(self, answer: Answered) -> bytes:
+        found = [self.text(answer.text[self._sent :])] if len(answer.text) > self._sent else []
+        found += [self._delta({"tool_calls": [{"index": k, **call}]}) for k, call in enumerate(answer.tool_calls)]
+        last = _choice({}) | {"finish_reason": answer.finish, "logprobs": _logprobs(answer)}
+        if answer.ids is not None:
+            last["token_ids"] = answer.ids
+        prompt = {} if answer.prompt_ids is None else {"prompt_token_ids": answer.prompt_ids}
+        found.append(event({**self._head, "choices": [last], **prompt}))
+        if self._asked.wire["include_usage"]:
+            found.append(event({**self._head, "choices": [], "usage": _usage(answer)}))
+        return b"".join([*found, b"data: [DONE]\n\n"])
+
+    def failed(self, error: Refused) -> bytes:
+        return event(refusal(error))
+
+    def _delta(self, more: Mapping[str, object]) -> bytes:
+        return event({**self._head, "choices": [_choice(more)]})
+
+
+def stream(asked: Asked) -> _Chunks:
+    """Return the writer of a streamed answer."""
+    return _Chunks(asked)
+
+
+def _choice(more: Mapping[str, object]) -> dict[str, object]:
+    return {"index": 0, "delta": more, "finish_reason": None, "logprobs": None}
+
+
+def _usage(answer: Answered) -> dict[str, int]:
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+    }
+
+
+def _logprobs(answer: Answered) -> dict[str, object] | None:
+    return None if answer.logprobs is None else {"content": answer.logprobs, "refusal": None}
+
+
+def token_logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> list[dict[str, object]]:
+    """Return OpenAI's entries for tokens and their log-probs (natural logarithm). An unknown log-prob is NaN and is
+    sent as null."""
+    # `value == value` is false only for NaN, which JSON doesn't have.
+    return [
+        {"token": text, "logprob": value if value == value else None, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, value in zip(tokens, logprobs, strict=True)
+    ]

@@ -1,0 +1,226 @@
+"""What all dialects of the gateway share. A dialect is a module that translates between the JSON of one API and the
+gateway's own request and answer.
+
+The functions of a dialect are pure, and the session knows no dialect. `gateway_server` finds the dialect of a request
+by its path. Each field of a request is either honoured, or refused by name, or ignored because it means nothing for a
+model of one's own. Each dialect lists the ignored fields in one table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Protocol
+
+from pydantic import AfterValidator, Field, JsonValue, ValidationError
+from pydantic_core import to_json
+
+from ...tapes.decoding import DATA_URL, MAX_PIXELS
+from ...tapes.errors import TapereelError
+from ...tapes.records import Message
+
+PICTURES = 500
+"""Maximum pictures in one request, as at OpenAI."""
+PIXELS = 4 * MAX_PIXELS
+"""Maximum number of pixels in all new pictures of a request. Pictures that an earlier request sent aren't decoded
+again, so they don't count."""
+ANSWER = "answer"
+"""A message with this key stands for the answer with this id, which the session inserts."""
+PLACE = "place"
+"""The key of a picture's part that names its place in the request, if this isn't its place in `Asked.messages`."""
+
+
+class Refused(TapereelError, ValueError):
+    """The gateway refuses a request. Each dialect writes it in the form that its clients read."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None, final: bool = False
+    ) -> None:
+        """`final` means that no retry helps. Without it, the official clients retry some statuses by themselves."""
+        super().__init__(message)
+        self.status = status
+        """HTTP status code."""
+        self.code = code
+        """What went wrong, as a word for programs. None if the status says it."""
+        self.param = param
+        """The field of the request that is at fault. None if there is no such field."""
+        self.headers = {"x-should-retry": "false"} if final else {"Retry-After": "1"} if status == 429 else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request for an answer."""
+
+    messages: list[Message]
+    """In the chat format. A message's content is plain text, or parts with data URLs that aren't decoded yet. Empty
+    fields are left out. A message with `ANSWER` stands for an earlier answer."""
+    tools: list[dict[str, JsonValue]]
+    """In the chat format."""
+    model: str = ""
+    """The client's name for the model. The answer repeats this name, but it doesn't choose a model."""
+    parallel_tool_calls: bool = True
+    """If false, the answer contains only the first of several tool calls. The tape has all of them."""
+    temperature: float | None = None
+    """None if the client doesn't set it. The same holds for `top_p`, `max_tokens` and `seed`."""
+    top_p: float | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stream: bool = False
+    logprobs: bool = False
+    token_ids: bool = False
+    """Whether the answer contains the token ids of prompt and completion."""
+    instructions: int = 0
+    """How many leading messages hold for this request only. A request that continues from its answer has its own."""
+    previous: str | None = None
+    """Id of the answer whose conversation this request continues. Its messages come after the instructions."""
+    wire: Mapping[str, JsonValue] = field(default_factory=dict)
+    """Fields of the request that only its dialect needs, to write the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One answer."""
+
+    id: str
+    """24 hexadecimal digits. Each dialect puts its own prefix before it."""
+    text: str
+    finish: str
+    """`stop`, `length` or `tool_calls`."""
+    stopped: str | None = None
+    """The stop string that ended the answer. None if there was none, or if the engine doesn't report token ids."""
+    tool_calls: tuple[Message, ...] = ()
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    logprobs: list[dict[str, object]] | None = None
+    """OpenAI's entries, one per token. None if the request didn't ask for log-probs or they are unknown."""
+    prompt_ids: list[int] | None = None
+    """Token ids of the prompt, or None if the request didn't ask for them. The same holds for the completion's
+    `ids`."""
+    ids: list[int] | None = None
+    created: int = 0
+    """Seconds since 1970."""
+
+    @property
+    def message(self) -> Message:
+        """The assistant's message in the chat format."""
+        content = self.text or None if self.tool_calls else self.text
+        message: Message = {"role": "assistant", "content": content}
+        if self.tool_calls:
+            message["tool_calls"] = list(self.tool_calls)
+        return message
+
+
+class Stream(Protocol):
+    """Writes the events of one streamed answer, as the bytes to send. Single use."""
+
+    @property
+    def quiet(self) -> bytes:
+        """What is sent in a long silence, so that the client doesn't time out."""
+        ...
+
+    def begin(self, id: str, created: int) -> bytes:
+        """The events before the first text. `created` is in seconds since 1970."""
+        ...
+
+    def text(self, piece: str) -> bytes:
+        """The events for new text."""
+        ...
+
+    def end(self, answer: Answered) -> bytes:
+        """The last events. The answer's text begins with all pieces that were sent."""
+        ...
+
+    def failed(self, error: Refused) -> bytes:
+        """The last events if the answer fails after `begin`."""
+        ...
+
+
+class Dialect(Protocol):
+    """The functions that a dialect's module has."""
+
+    def read(self, data: Mapping[str, JsonValue], /) -> Asked:
+        """Check the JSON object of a request. Raises Refused with the name of the invalid field."""
+        ...
+
+    def body(self, asked: Asked, answer: Answered, /) -> dict[str, object]:
+        """Return the JSON object of an answer that isn't streamed."""
+        ...
+
+    def stream(self, asked: Asked, /) -> Stream:
+        """Return the writer of a streamed answer."""
+        ...
+
+    def refusal(self, error: Refused, /) -> dict[str, object]:
+        """Return the JSON object of an error."""
+        ...
+
+
+# Reading
+
+
+def bad(message: str, param: str | None = None) -> Refused:
+    """Return the refusal of an invalid request."""
+    return Refused(400, message, param=param)
+
+
+def invalid(error: ValidationError, *within: str) -> Refused:
+    """Return the refusal of a body that doesn't fit its model. It states the first error's place, problem and value."""
+    found = error.errors(include_url=False)[0]
+    place = [*within, *map(str, found["loc"])]
+    place = [part for k, part in enumerate(place) if k == 0 or part != place[k - 1]]  # the type of a content part
+    if found["type"] == "extra_forbidden":
+        return bad(f"{'.'.join(place)}: not supported here; leave it out", place[0])
+    problem = found["msg"].removeprefix("Value error, ")
+    if found["type"] not in ("missing", "too_short", "too_long"):
+        problem += f", not {json.dumps(found['input'], default=str)[:100]}"
+    return bad(f"{'.'.join(place) or 'the body'}: {problem}", place[0] if place else None)
+
+
+def fields_of(
+    data: Mapping[str, JsonValue], ignored: Collection[str], neutral: Mapping[str, tuple[JsonValue, ...]]
+) -> dict[str, JsonValue]:
+    """Return the fields of a request that are set and not ignored. Raises Refused if a field in `neutral` has a value
+    other than those listed there."""
+    left: dict[str, JsonValue] = {
+        name: value for name, value in data.items() if value is not None and name not in ignored
+    }
+    for name, allowed in neutral.items():
+        if name in left and left[name] not in allowed:
+            raise bad(
+                f"{name}={json.dumps(left[name])[:200]} is not supported; leave it out"
+                + (", and ask once for each answer" if name == "n" else ""),
+                name,
+            )
+    return left
+
+
+def check_pictures(pictures: int, param: str) -> None:
+    """Raise Refused if a request has too many pictures."""
+    if pictures > PICTURES:
+        raise bad(f"{param}: {pictures:,} pictures, at most {PICTURES} are read; send fewer", param)
+
+
+def _data_url(url: str) -> str:
+    if not DATA_URL.match(url):
+        raise ValueError("must be data:image/png;base64,... (or jpeg, webp), since no URL is ever fetched")
+    return url
+
+
+DataUrl = Annotated[str, AfterValidator(_data_url)]
+"""A picture in the request itself."""
+Temperature = Annotated[float, Field(strict=True, ge=0)]
+TopP = Annotated[float, Field(strict=True, gt=0, le=1)]
+MaxTokens = Annotated[int, Field(strict=True, ge=1, lt=2**63)]
+Flag = Annotated[bool, Field(strict=True)]
+StopString = Annotated[str, Field(min_length=1)]
+
+
+# Writing
+
+
+def event(data: Mapping[str, object], kind: str | None = None) -> bytes:
+    """Return one event of a stream. `kind` is its name, for APIs whose events have one."""
+    head = b"" if kind is None else b"event: " + kind.encode() + b"\n"
+    return head + b"data: " + to_json(data) + b"\n\n"
