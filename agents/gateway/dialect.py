@@ -202,6 +202,12 @@ def check_pictures(pictures: int, param: str) -> None:
         raise bad(f"{param}: {pictures:,} pictures, at most {PICTURES} are read; send fewer", param)
 
 
+def content_of(parts: Sequence[Message]) -> str | list[Message]:
+    """Return the content of a message in the chat format: one text, or the list of parts if it has pictures."""
+    texts = [part["text"] for part in parts if part["type"] == "text"]
+    return "".join(texts) if len(texts) == len(parts) else list(parts)
+
+
 def _data_url(url: str) -> str:
     if not DATA_URL.match(url):
         raise ValueError("must be data:image/png;base64,... (or jpeg, webp), since no URL is ever fetched")

@@ -1,6 +1,7 @@
 """The gateway's HTTP server. It has the APIs of OpenAI and Anthropic, in which each API key belongs to one tape.
 
-    GET  /v1/models, /v1/models/ID     POST /v1/chat/completions      with a tape's key
+    POST /v1/chat/completions, /v1/responses       with a tape's key
+    GET  /v1/models, /v1/models/ID
     /tapereel/tapes/...         begin, score and end tapes     with the admin token (`gateway_control.py`)
 
 The server stores only the digest of a key. A key is valid for one tape, until that tape ends. By default, the server
@@ -27,7 +28,7 @@ from ...tapes.common.http_service import BODY, EVERYWHERE, Handler, HttpService,
 from ...tapes.common.redact import without_secrets
 from ...tapes.common.request_checks import bearer
 from ...tapes.common.text import logger
-from . import chat_protocol
+from . import chat_protocol, responses_protocol
 from .dialect import Asked, Dialect, Refused, Stream
 from .gateway_session import Live, Session, ended
 from .linking import USES, Use
@@ -43,7 +44,7 @@ MODEL = "policy"
 PREFIX = "sk-tape-"
 """Prefix of every key of a tape."""
 _KEY = re.compile(rf"(?=({PREFIX}[A-Za-z0-9_-]{{32}}))")
-_DIALECTS: dict[str, Dialect] = {"/v1/chat/completions": chat_protocol}
+_DIALECTS: dict[str, Dialect] = {"/v1/chat/completions": chat_protocol, "/v1/responses": responses_protocol}
 """The dialect of each route. Paths below a route have its dialect too."""
 _EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 

@@ -31,7 +31,7 @@ from ..episode.llm import LLM, ModelFailed, RenderFailed, Reply
 from ..rendering.incremental_decoder import IncrementalDecoder, overlap
 from ..rendering.tool_calls import free_prefix
 from .chat_protocol import token_logprobs
-from .dialect import PIXELS, Answered, Asked, Refused
+from .dialect import ANSWER, PIXELS, PLACE, Answered, Asked, Refused
 from .linking import Use, label_calls
 
 if TYPE_CHECKING:
@@ -169,6 +169,8 @@ class Session:
         self._renderer = llm.engine.renderer if llm.engine is not None else None
         self._asking: set[asyncio.Task[Answered]] = set()
         self._numbers: Counter[str] = Counter()
+        self._answered: dict[str, tuple[str, int]] = {}
+        """The call of each answer and the number of its instructions, by the answer's id."""
         self._sent: dict[str, list[_Sent]] = {}
         """The answers sent so far, by `_echo_key`."""
         self._pictures: dict[bytes, Picture] = {}
@@ -246,10 +248,7 @@ class Session:
             # Use the recorded messages, not the ones that the client sent back. The renderer then keeps the sampled ids
             # as the prefix of this prompt. A tool call that the client serialised again could encode to other tokens
             # and start a new row.
-            asked = await self._with_pictures(request.messages)
-            asked = [{**one, "role": "system"} if one["role"] == "developer" else one for one in asked]
-            conversation = _conversation(asked)
-            messages = self._recorded(asked, conversation)
+            messages, conversation = await self._messages(request)
             # Ids come from the conversation and a count, not from a clock or a random source. So a replay makes the
             # same ids, and the program's next prompts contain the same tool call ids.
             self._numbers[conversation] += 1
@@ -314,6 +313,7 @@ class Session:
             ids=list(call.completion) if request.token_ids and call.completion is not None else None,
             created=live.created if live is not None else int(time.time()),
         )
+        self._answered[name] = reply.call, request.instructions
         self._sent.setdefault(_echo_key(answer.message), []).append(_Sent(conversation, tools, call.reply))
         # The exchange is recorded even if the answer is refused below, because its tokens were sampled.
         asked = "\n".join(f"{message['role']}: {_short(text_of(message))}" for message in call.messages)
@@ -351,6 +351,33 @@ class Session:
     @property
     def _record(self) -> Tape:
         return Tape(self._llm.recorder.log)
+
+    async def _messages(self, request: Asked) -> tuple[list[Message], str]:
+        """Return the messages of the prompt, and the name of their conversation."""
+        asked = await self._with_pictures(self._continued(request))
+        asked = [{**one, "role": "system"} if one["role"] == "developer" else one for one in asked]
+        conversation = _conversation(asked)
+        return self._recorded(asked, conversation), conversation
+
+    def _continued(self, request: Asked) -> list[Message]:
+        """Return the request's messages, with the conversation and the answers that it names by an id.
+
+        Raises Refused if an id isn't known.
+        """
+        messages = [self._named(one[ANSWER], "messages")[0].reply if ANSWER in one else one for one in request.messages]
+        if request.previous is None:
+            return messages
+        call, instructions = self._named(request.previous, "previous_response_id")
+        before = [*self._record.call_messages(call)[instructions:], call.reply]
+        return [*messages[: request.instructions], *before, *messages[request.instructions :]]
+
+    def _named(self, id: str, param: str) -> tuple[Call, int]:
+        """Return the call of the answer with this id, and the number of the instructions in its request."""
+        if id not in self._answered:
+            why = f"no answer in this episode has the id {id[:100]!r}: send its messages"
+            raise Refused(400, why, code="previous_response_not_found", param=param)
+        call, instructions = self._answered[id]
+        return self._llm.recorder.log.call(call), instructions
 
     def _recorded(self, messages: Sequence[Message], conversation: str) -> list[Message]:
         """Replace each message that repeats a sent answer by the recorded message. Others stay unchanged.
@@ -403,7 +430,8 @@ class Session:
                                 f"the request's new pictures have over {PIXELS:,} pixels: send smaller ones"
                             )
                     except BadPicture as error:
-                        raise Refused(400, f"messages.{k}.content.{n}.image_url: {error}", param="messages") from None
+                        place = part.get(PLACE, f"messages.{k}.content.{n}.image_url")
+                        raise Refused(400, f"{place}: {error}", param="messages") from None
                     await self._llm.recorder.keep_asked(picture)
                     self._pictures[digest] = picture
                 detail = part["image_url"]["detail"]
@@ -464,9 +492,15 @@ def _echo_key(message: Message) -> str:
 
 def _parsed(arguments: str) -> object:
     try:
-        return json.loads(arguments)
+        return json.loads(arguments, parse_float=_number)
     except (ValueError, RecursionError):
         return arguments
+
+
+def _number(digits: str) -> float:
+    """Return the number as JavaScript writes it back, which has no 2.0."""
+    value = float(digits)
+    return int(value) if value.is_integer() else value
 
 
 def _short(text: str) -> str:

@@ -1,0 +1,414 @@
+"""OpenAI's Responses API as a dialect of the gateway.
+
+A response is a list of items: a message with the text, and one item for each function call. The id of each item names
+its answer, so a client may send a reference in place of an item, or continue from a response by its id.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+
+from ...tapes.records import Message
+from .chat_protocol import refusal as chat_refusal
+from .dialect import (
+    ANSWER,
+    PLACE,
+    Answered,
+    Asked,
+    DataUrl,
+    Flag,
+    MaxTokens,
+    Refused,
+    Temperature,
+    TopP,
+    check_pictures,
+    content_of,
+    event,
+    fields_of,
+    invalid,
+)
+
+_IGNORED = frozenset(
+    {
+        "background_options",
+        "max_tool_calls",  # counts calls of OpenAI's own tools, which aren't accepted
+        "moderation",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "reasoning",  # the chat template decides whether and how a model thinks
+        "safety_identifier",
+        "service_tier",
+        "stream_options",  # obfuscation
+        "user",
+    }
+)
+"""Fields that mean nothing for a model of one's own. The answer repeats `metadata` and `store`, which change nothing
+else: an answer is remembered as long as its tape is open."""
+_NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
+    "background": (False,),
+    "tool_choice": ("auto", "none"),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+"""Fields that are accepted only with these values."""
+_LOGPROBS = "message.output_text.logprobs"
+_Include = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+"""Only log-probs are included. The others belong to OpenAI's own tools and to encrypted thoughts."""
+_ITEM_ID = re.compile(r"(?:msg|fc|rs)_([0-9a-f]{24})\d*")
+
+
+class _Text(BaseModel):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+    def chat(self, place: str) -> Message:
+        return {"type": "text", "text": self.text}
+
+
+class _Refusal(BaseModel):
+    type: Literal["refusal"]
+    refusal: str
+
+    def chat(self, place: str) -> Message:
+        return {"type": "text", "text": self.refusal}
+
+
+class _Image(BaseModel):
+    type: Literal["input_image"]
+    image_url: DataUrl
+    detail: Literal["auto", "low", "high"] | None = None
+
+    def chat(self, place: str) -> Message:
+        shown = {"url": self.image_url, "detail": self.detail}
+        return {"type": "image_url", "image_url": shown, PLACE: f"{place}.image_url"}
+
+
+def _parts(value: Any) -> Any:
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+_Parts = Annotated[list[Annotated[_Text | _Refusal | _Image, Field(discriminator="type")]], BeforeValidator(_parts)]
+
+
+class _MessageItem(BaseModel):
+    type: Literal["message"]
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _Parts
+
+
+class _CallItem(BaseModel):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class _OutputItem(BaseModel):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: _Parts
+
+
+class _ReasoningItem(BaseModel):
+    """Thoughts, which are left out. The thoughts of a recorded answer are part of its tokens."""
+
+    type: Literal["reasoning"]
+
+
+class _ReferenceItem(BaseModel):
+    type: Literal["item_reference"]
+    id: str
+
+
+def _typed(item: Any) -> Any:
+    """Return the item with its type. It may be missing in a message and in a reference."""
+    if not isinstance(item, dict) or item.get("type") is not None:
+        return item
+    return {**item, "type": "message" if "role" in item else "item_reference" if set(item) <= {"id", "type"} else None}
+
+
+_Item = Annotated[
+    Annotated[_MessageItem | _CallItem | _OutputItem | _ReasoningItem | _ReferenceItem, Field(discriminator="type")],
+    BeforeValidator(_typed),
+]
+
+
+class _Tool(BaseModel):
+    """A function. Fields that are ignored belong to OpenAI's search for tools and to its interpreter."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+    """Sent on to the template as in the chat API. It isn't enforced."""
+
+    def chat(self) -> dict[str, JsonValue]:
+        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+class _Plain(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text"]
+
+
+class _Format(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    format: _Plain | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Means nothing for a model of one's own."""
+
+
+class _Request(BaseModel):
+    """The fields of a request."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str = ""
+    input: Annotated[
+        list[_Item],
+        Field(min_length=1),
+        BeforeValidator(lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value),
+    ]
+    instructions: str | None = None
+    tools: list[_Tool] = []
+    parallel_tool_calls: Flag = True
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    max_output_tokens: MaxTokens | None = None
+    previous_response_id: str | None = None
+    include: list[_Include] = []
+    text: _Format = _Format()
+    metadata: dict[str, str] = {}
+    store: Flag = True
+    stream: Flag = False
+
+
+def read(data: Mapping[str, JsonValue]) -> Asked:
+    """Check the JSON object of a request. Raises Refused with the name of the invalid field."""
+    left = fields_of(data, _IGNORED, _NEUTRAL)
+    try:
+        found = _Request.model_validate({name: value for name, value in left.items() if name not in _NEUTRAL})
+    except ValidationError as error:
+        raise invalid(error) from None
+    messages = [] if found.instructions is None else [{"role": "system", "content": found.instructions}]
+    instructions = len(messages)
+    messages += _messages(found.input)
+    previous = found.previous_response_id
+    choice = left.get("tool_choice", "auto")
+    return Asked(
+        messages=messages,
+        tools=[] if choice == "none" else [tool.chat() for tool in found.tools],
+        model=found.model,
+        parallel_tool_calls=found.parallel_tool_calls,
+        temperature=found.temperature,
+        top_p=found.top_p,
+        max_tokens=found.max_output_tokens,
+        stream=found.stream,
+        logprobs=_LOGPROBS in found.include,
+        instructions=instructions,
+        previous=previous and previous.removeprefix("resp_"),
+        wire={
+            "instructions": found.instructions,
+            "max_output_tokens": found.max_output_tokens,
+            "metadata": dict(found.metadata),
+            "previous_response_id": previous,
+            "store": found.store,
+            "tool_choice": choice,
+            "tools": [tool.model_dump() for tool in found.tools],
+        },
+    )
+
+
+def _messages(items: Iterable[Any]) -> list[Message]:
+    """Return the items as messages. Calls belong to the assistant's message before them."""
+    found = list[Message]()
+    pictures = 0
+    for k, item in enumerate(items):
+        last: Message | None = found[-1] if found and found[-1]["role"] == "assistant" else None
+        if isinstance(item, _MessageItem):
+            found.append({"role": item.role, "content": _content(item.content, f"input.{k}.content")})
+            pictures += sum(isinstance(part, _Image) for part in item.content)
+        elif isinstance(item, _OutputItem):
+            content = _content(item.output, f"input.{k}.output")
+            found.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
+            pictures += sum(isinstance(part, _Image) for part in item.output)
+        elif isinstance(item, _CallItem):
+            if last is None or ANSWER in last:
+                last = {"role": "assistant", "content": ""}
+                found.append(last)
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            last.setdefault("tool_calls", []).append(call)
+        elif isinstance(item, _ReferenceItem):
+            known = _ITEM_ID.fullmatch(item.id)
+            answer = known[1] if known else item.id
+            if last is None or last.get(ANSWER) != answer:  # an answer has several items
+                found.append({"role": "assistant", ANSWER: answer})
+    check_pictures(pictures, "input")
+    return found
+
+
+def _content(parts: Iterable[_Text | _Refusal | _Image], place: str) -> str | list[Message]:
+    return content_of([part.chat(f"{place}.{n}") for n, part in enumerate(parts)])
+
+
+def body(asked: Asked, answer: Answered) -> dict[str, object]:
+    """Return the JSON object of an answer that isn't streamed."""
+    cut = answer.finish == "length"
+    return _response(asked, answer.id, answer.created) | {
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": _items(answer),
+        "usage": {
+            "input_tokens": answer.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": answer.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+        },
+    }
+
+
+def refusal(error: Refused) -> dict[str, object]:
+    """Return the JSON object of an error."""
+    found: Any = chat_refusal(error)
+    if error.param == "messages":
+        found["error"]["param"] = "input"
+    return found
+
+
+def _response(asked: Asked, id: str, created: int) -> dict[str, object]:
+    """Return a response that has no output yet."""
+    return {
+        "id": f"resp_{id}",
+        "object": "response",
+        "created_at": created,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "model": asked.model,
+        "output": [],
+        "parallel_tool_calls": asked.parallel_tool_calls,
+        "reasoning": {"effort": None, "summary": None},
+        "temperature": asked.temperature,
+        "text": {"format": {"type": "text"}},
+        "top_p": asked.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        **asked.wire,
+    }
+
+
+def _items(answer: Answered) -> list[dict[str, object]]:
+    """Return the items of an answer: its text, unless it has calls only, and its calls."""
+    status = "incomplete" if answer.finish == "length" else "completed"
+    found = list[dict[str, object]]()
+    if answer.text or not answer.tool_calls:
+        found.append(_message(answer.id, status, [_part(answer.text, answer.logprobs)]))
+    for k, call in enumerate(answer.tool_calls):
+        function = call["function"]
+        found.append(
+            {
+                "id": f"fc_{answer.id}{k}",
+                "type": "function_call",
+                "status": status,
+                "arguments": function["arguments"],
+                "call_id": call["id"],
+                "name": function["name"],
+            }
+        )
+    return found
+
+
+def _message(id: str, status: str, content: list[dict[str, object]]) -> dict[str, object]:
+    return {"id": f"msg_{id}", "type": "message", "status": status, "role": "assistant", "content": content}
+
+
+def _part(text: str, logprobs: list[dict[str, object]] | None) -> dict[str, object]:
+    return {"type": "output_text", "annotations": [], "logprobs": logprobs or [], "text": text}
+
+
+class _Events:
+    """Writes an answer as events. Only its text is sent in pieces."""
+
+    quiet = b":\n\n"
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._id, self._created = "", 0
+        self._number = 0
+        """The next event's number."""
+        self._sent = ""
+
+    def begin(self, id: str, created: int) -> bytes:
+        self._id, self._created = id, created
+        begun = _response(self._asked, id, created)
+        return self._event("created", response=begun) + self._event("in_progress", response=begun)
+
+    def text(self, piece: str) -> bytes:
+        opened = b"" if self._sent else self._open()
+        self._sent += piece
+        place = {"item_id": f"msg_{self._id}", "output_index": 0, "content_index": 0}
+        return opened + self._event("output_text.delta", **place, delta=piece, logprobs=[])
+
+    def end(self, answer: Answered) -> bytes:
+        found = [self.text(answer.text[len(self._sent) :])] if len(answer.text) > len(self._sent) else []
+        whole = body(self._asked, answer)
+        items: Any = whole["output"]
+        if items[0]["type"] == "message" and not answer.text:
+            found.append(self._open())
+        for k, item in enumerate(items):
+            place = {"item_id": item["id"], "output_index": k}
+            if item["type"] == "message":
+                (part,) = item["content"]
+                done = {"text": part["text"], "logprobs": part["logprobs"]}
+                found.append(self._event("output_text.done", **place, content_index=0, **done))
+                found.append(self._event("content_part.done", **place, content_index=0, part=part))
+            else:
+                arguments = item["arguments"]
+                begun = {**item, "status": "in_progress", "arguments": ""}
+                found.append(self._event("output_item.added", output_index=k, item=begun))
+                found.append(self._event("function_call_arguments.delta", **place, delta=arguments))
+                done = {"arguments": arguments, "name": item["name"]}
+                found.append(self._event("function_call_arguments.done", **place, **done))
+            found.append(self._event("output_item.done", output_index=k, item=item))
+        found.append(self._event(str(whole["status"]), response=whole))
+        return b"".join(found)
+
+    def failed(self, error: Refused) -> bytes:
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        ended = {"status": "failed", "error": {"code": code, "message": str(error)}}
+        return self._event("failed", response=_response(self._asked, self._id, self._created) | ended)
+
+    def _open(self) -> bytes:
+        """The events that begin the message."""
+        item = _message(self._id, "in_progress", [])
+        place = {"item_id": item["id"], "output_index": 0, "content_index": 0}
+        added = self._event("output_item.added", output_index=0, item=item)
+        return added + self._event("content_part.added", **place, part=_part("", None))
+
+    def _event(self, kind: str, **more: object) -> bytes:
+        kind = f"response.{kind}"
+        data = {"type": kind, "sequence_number": self._number, **more}
+        self._number += 1
+        return event(data, kind)
+
+
+def stream(asked: Asked) -> _Events:
+    """Return the writer of a streamed answer."""
+    return _Events(asked)
