@@ -13,11 +13,13 @@ import importlib
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from textwrap import fill
 from types import ModuleType
 from typing import Any, NoReturn, cast
 
@@ -33,7 +35,7 @@ from ..tapes.errors import (
     TapereelError,
     UsageError,
 )
-from .console import Exit, Verb, say
+from .console import Exit, Verb, broken_command, say
 from .signals import sigterm_as_interrupt
 
 VERBS: dict[str, tuple[str, str]] = {
@@ -121,9 +123,14 @@ def _texts(module: ModuleType, purpose: str) -> dict[str, Any]:
     lines = cast(Verb, module).EXAMPLE.strip().splitlines()
     return {
         "description": f"{purpose[0].upper()}{purpose[1:]}.",
-        "epilog": "example:\n" + "\n".join(f"  {line}" for line in lines),
+        "epilog": "example:\n" + "\n".join(broken_command(f"  {line}", _help_width()) for line in lines),
         "formatter_class": argparse.RawDescriptionHelpFormatter,
     }
+
+
+def _help_width() -> int:
+    """Return the width of the terminal, or the value of COLUMNS, as argparse finds it."""
+    return shutil.get_terminal_size().columns
 
 
 def _module(path: str) -> ModuleType:
@@ -134,7 +141,10 @@ def _top_parser() -> argparse.ArgumentParser:
     width = max(map(len, VERBS))
     parts = []
     for group, names in GROUPS.items():
-        parts += ["", f"{group}:", *(f"  {name:<{width}}  {VERBS[name][1]}" for name in names)]
+        parts += ["", f"{group}:"]
+        for name in names:
+            line = f"  {name:<{width}}  {VERBS[name][1]}"
+            parts.append(fill(line, _help_width(), subsequent_indent=" " * (width + 4)))
     parser = _Parser(
         prog="tapereel",
         description="Record agents on tapes, then replay, audit and train on them.\n" + "\n".join(parts),

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from pydantic import BaseModel
@@ -120,17 +123,20 @@ def answer(args: argparse.Namespace, data: BaseModel | Mapping[str, object], *sh
     which is meant for people.
 
     Strings and sections are escaped here, so text from a tape can't control the terminal. Rich renderables are printed
-    unchanged."""
+    unchanged. A terminal breaks a string of one line at words. A string of several lines is a document, which is
+    printed unchanged."""
     out = getattr(args, "answer_to", None) or sys.stdout
     if getattr(args, "json", False):
         out.write(_escape_unprintable(json.dumps(_json_value(data), ensure_ascii=False, allow_nan=False)) + "\n")
     else:
         console = console_for(out)
-        own = console.width
-        for item in chain.from_iterable(map(_rendered, shown)):
-            # A sentence is not wrapped, so that grep finds it. A table is fitted to the width.
-            console.width = max(own, _least_width(item, console))
-            console.print(item, soft_wrap=isinstance(item, str))
+        for item in chain.from_iterable(_rendered(part, console.width) for part in shown):
+            if isinstance(item, str):
+                # In a file or pipe, a sentence is not broken, so that grep finds it.
+                whole = "\n" in item or not out.isatty()
+                console.print(item if whole else _broken(item, console.width), soft_wrap=True)
+            else:
+                console.print(item, crop=False)
     out.flush()
 
 
@@ -138,14 +144,25 @@ def console_for(out: TextIO) -> Console:
     """Return a rich console on `out` that ignores markup, because text from a model must not style the terminal."""
     from rich.console import Console
 
-    # A file or a pipe has no width of its own. With 140 characters, tables are readable.
-    return Console(file=out, markup=False, highlight=False, emoji=False, width=None if out.isatty() else 140)
+    return Console(file=out, markup=False, highlight=False, emoji=False, width=_width_of(out))
+
+
+def _width_of(out: TextIO) -> int | None:
+    """Return the width of a file or pipe, or None if rich can find out: for a terminal, or with COLUMNS."""
+    return None if out.isatty() or os.environ.get("COLUMNS", "").isdecimal() else PIPE
 
 
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|&~#!$])")
+_WORDS = re.compile(r"""(?:--[\w-]+ (?!-))?(?:'[^']*'|"[^"]*"|[^\s'"])+|\S""")
+"""Matches the words of a command line, an option with its value."""
+PIPE = 140
+"""The width of a file or pipe, in characters. Tables of this width are readable."""
+UNBROKEN = 24
+"""Maximum length of a word in a table that is never broken, in characters. An id of a tape has 22."""
 NARROWEST = 12
-"""Minimum width of a column that wraps, in characters. A column may be narrower if all its cells are shorter."""
-WIDEST = 10_000
+"""Minimum width of a column whose words are longer than `UNBROKEN` or whose cells are cut, in characters."""
+GAP = 2
+"""Width between two columns, and of both margins together, in characters."""
 
 
 @dataclass(frozen=True)
@@ -153,14 +170,18 @@ class Section:
     """A table with a title and with sentences below it."""
 
     headings: tuple[str, ...]
-    """A leading `#` marks a column of numbers."""
+    """A leading `#` marks a column of numbers. Numbers are never cut, and other columns break long text at words."""
     rows: Sequence[Sequence[str | Text]]
+    """The last cells of a row may be missing."""
     title: str = ""
     empty: str = ""
     """Text to print if the table has no rows. If this text is empty, the headings are printed."""
     notes: tuple[str, ...] = ()
-    fold: Collection[str] = ()
-    """Names of the columns that wrap long text."""
+    cut: Collection[str] = ()
+    """Names of columns with one line per cell. Longer text ends with an ellipsis. An empty column is left out."""
+    optional: tuple[str, ...] = ()
+    """Names of columns that are left out if they are empty, or if the room is small. The first one is left out first,
+    until the columns of text have half of the width or all that they need."""
 
 
 def styled(text: str, style: str = "") -> Text:
@@ -170,26 +191,125 @@ def styled(text: str, style: str = "") -> Text:
     return Text(safe(text), style)
 
 
-def _rendered(part: Section | RenderableType) -> Iterator[RenderableType]:
+def broken_command(line: str, width: int) -> str:
+    """Return a command line in lines of at most `width` characters, each of which ends with a backslash except the
+    last. Words are not broken, so a shell reads the result as the same command."""
+    start = line[: len(line) - len(line.lstrip())]
+    lines: list[str] = []
+    for word in _WORDS.findall(line):
+        if lines and len(lines[-1]) + len(word) + 3 <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"{start}    {word}" if lines else f"{start}{word}")
+    return line if len(line) <= width else " \\\n".join(lines)
+
+
+def _broken(sentence: str, width: int) -> str:
+    """Return a sentence or a command line in lines of at most `width` characters, unless a word is longer."""
+    if sentence.lstrip().startswith("tapereel "):
+        return broken_command(sentence, width)
+    return "\n".join(wrap(sentence, width, break_long_words=False, break_on_hyphens=False))
+
+
+def _rendered(part: Section | RenderableType, width: int) -> Iterator[RenderableType]:
     if not isinstance(part, Section):
         yield safe(part) if isinstance(part, str) else part
         return
-    yield _table(part) if part.rows or not part.empty else safe(f"{part.title}: {part.empty}")
+    yield _table(part, width) if part.rows or not part.empty else safe(f"{part.title}: {part.empty}")
     yield from map(safe, part.notes)
 
 
-def _table(part: Section) -> Table:
+@dataclass(frozen=True)
+class _Column:
+    name: str
+    number: bool
+    cut: bool
+    cells: list[str | Text]
+
+    @cached_property
+    def most(self) -> int:
+        """The width of the longest line."""
+        return _longest(line for cell in (self.name, *self.cells) for line in str(cell).splitlines())
+
+    @cached_property
+    def least(self) -> int:
+        """The width of the longest word that must not be broken."""
+        if self.cut:
+            return min(self.most, NARROWEST)
+        words = [word for cell in (self.name, *self.cells) for word in str(cell).split()]
+        return _longest(word if self.number or len(word) <= UNBROKEN else word[:NARROWEST] for word in words)
+
+
+def _table(part: Section, width: int) -> Table:
+    """Return the table for a terminal of this width. It is wider only if the numbers need more."""
     from rich import box
     from rich.table import Table
 
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=part.title or None, title_justify="left")
-    for heading in part.headings:
+    columns: list[_Column] = []
+    for k, heading in enumerate(part.headings):
         name = heading.removeprefix("#")
-        side = "right" if heading.startswith("#") else "left"
-        made.add_column(name, justify=side, no_wrap=name not in part.fold, overflow="fold")
-    for row in part.rows:
-        made.add_row(*(safe(cell) if isinstance(cell, str) else cell for cell in row))
+        cells = [_cell(row[k] if k < len(row) else "", name in part.cut) for row in part.rows]
+        if any(cells) or name not in (*part.cut, *part.optional):
+            columns.append(_Column(name, heading.startswith("#"), name in part.cut, cells))
+    for name in part.optional:
+        if _roomy(columns, width):
+            break
+        columns = [column for column in columns if column.name != name]
+    widths = _widths(columns, width)
+    made = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, GAP - 1, 0, 0),
+        pad_edge=False,
+        title=part.title or None,
+        title_justify="left",
+        width=sum(widths) + GAP * len(columns),
+    )
+    for column, wide in zip(columns, widths, strict=True):
+        made.add_column(
+            column.name,
+            justify="right" if column.number else "left",
+            width=wide,
+            no_wrap=column.cut,
+            overflow="ellipsis" if column.cut else "fold",
+        )
+    for row in zip(*(column.cells for column in columns), strict=True):
+        made.add_row(*row)
     return made
+
+
+def _cell(cell: str | Text, cut: bool) -> str | Text:
+    if isinstance(cell, str):
+        cell = safe(cell).expandtabs(4)
+        return " ".join(cell.split()) if cut else cell
+    return cell
+
+
+def _roomy(columns: Sequence[_Column], width: int) -> bool:
+    """Return whether the columns that can shrink have half of the width, or all that they need."""
+    shrinking = [column for column in columns if column.least < column.most]
+    fixed = sum(column.most for column in columns if column.least >= column.most)
+    need = max(min(sum(column.most for column in shrinking), width // 2), sum(column.least for column in shrinking))
+    return width - GAP * len(columns) - fixed >= need
+
+
+def _widths(columns: Sequence[_Column], width: int) -> list[int]:
+    """Return the width of each column. Columns of text share the room that the others leave, and none gets more than it
+    needs. If that is not enough, more is cut, and then words are broken."""
+    least = [column.least for column in columns]
+    cut = [1 if column.cut else column.least for column in columns]
+    broken = [column.least if column.number else 1 for column in columns]
+    for lows in (least, cut, broken):
+        for level in range(width, 0, -1):
+            widths = [max(low, min(column.most, level)) for low, column in zip(lows, columns, strict=True)]
+            if sum(widths) <= width - GAP * len(columns):
+                return widths
+    return least
+
+
+def _longest(parts: Iterable[str]) -> int:
+    from rich.cells import cell_len
+
+    return max(map(cell_len, parts), default=0)
 
 
 def markdown(parts: Iterable[Section | str]) -> str:
@@ -212,23 +332,6 @@ def markdown(parts: Iterable[Section | str]) -> str:
 def escaped(text: str) -> str:
     """Return the text as one line of Markdown that shows every character as it is."""
     return _MARKDOWN.sub(r"\\\1", " ".join(safe(text).split()))
-
-
-def _least_width(item: RenderableType, console: Console) -> int:
-    """Return the smallest width at which a table shows every number in full. A narrower terminal wraps the lines."""
-    from rich.cells import cell_len
-    from rich.table import Table
-
-    if not isinstance(item, Table):
-        return 0
-    for column in item.columns:
-        lines = [line for cell in (column.header, *column.cells) for line in str(cell).splitlines()]
-        longest = max(map(cell_len, lines), default=0)
-        column.min_width = column.width = longest if column.no_wrap else min(longest, NARROWEST)
-    least = console.measure(item, options=console.options.update(width=WIDEST)).minimum
-    for column in item.columns:
-        column.width = None
-    return least
 
 
 def _escape_unprintable(text: str) -> str:

@@ -20,6 +20,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# pytest-xdist sets it in its workers, and tables are fitted to it.
+os.environ.pop("COLUMNS", None)
 # The user's secret, which indexes are kept with, and the tokens of servers are made here, not in the user's home.
 os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"tapereel-tests-{os.getuid()}")
 
@@ -55,6 +57,9 @@ sys.addaudithook(_refuse_network)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-golden", action="store_true", help="write the expected texts of tests/cli/test_golden_text.py"
+    )
     parser.addoption(
         "--without",
         metavar="PACKAGE",

@@ -70,7 +70,7 @@ def _ends(books: Books, audit: Audit) -> Section:
         "how episodes ended",
         "no episode ended",
         notes,
-        fold=("tapes",),
+        optional=("seconds", "tapes"),
     )
 
 
@@ -178,7 +178,6 @@ def _earned(audit: Audit) -> Section:
         "reward by action",
         "nothing was scored",
         _more(len(rows), "actions"),
-        fold=("most on tapes",),
     )
 
 
@@ -199,7 +198,6 @@ def _anomalies(audit: Audit) -> Section:
         "anomalies",
         "no anomaly was found",
         _more(len(rows), "anomalies"),
-        fold=("anomaly", "detail", "tapes"),
     )
 
 

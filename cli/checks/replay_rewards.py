@@ -117,7 +117,7 @@ def _furthest(found: Disagreement) -> Section:
         for o in found.furthest
         if o.ours is not None and o.theirs is not None
     ]
-    return Section(("tape", "group", "#reward", "#against", "#difference"), rows, fold=("group",))
+    return Section(("tape", "group", "#reward", "#against", "#difference"), rows)
 
 
 def _disagreement_lines(found: Disagreement) -> list[str]:

@@ -52,4 +52,4 @@ def _section(found: Reproduction) -> Section:
         ("tapes trained on, each with the pinned digest", str(found.tapes)),
         ("seconds", f"{found.seconds:.1f}"),
     )
-    return Section(("compared", "#number"), rows, fold=("compared",))
+    return Section(("compared", "#number"), rows)

@@ -80,7 +80,7 @@ def _shown(verdicts: Verdicts) -> Iterator[str | Section]:
             for d in (v.divergence for v in bad[:SHOWN])
             if d is not None
         ]
-        yield Section(("tape", "#turn", "where", "likely cause"), rows, fold=("where", "likely cause"))
+        yield Section(("tape", "#turn", "where", "likely cause"), rows)
     if len(bad) > SHOWN:
         yield f"and {len(bad) - SHOWN:,} more that diverge: --json has all"
     if bad and bad[0].divergence is not None:

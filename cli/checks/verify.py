@@ -10,7 +10,7 @@ from ..console import Exit, answer
 
 EXAMPLE = """
 tapereel verify runs/demo
-tapereel verify runs/demo --pin 000001-95550a:2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae
+tapereel verify runs/demo --pin elsewhere/pins.json
 tapereel verify runs/demo --exact elsewhere/pins.json --json
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ...tapes.common.stats import fixed, number
 from ...tapes.errors import UsageError
+from ...tapes.transcript import joined, plain
 from ..console import Section, answer, markdown
 from ..progress_bars import live_progress
 
@@ -136,7 +136,7 @@ def _tape_parts(found: TapeDiff) -> Iterator[str | Section]:
 
 def _section(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]], what: str = "") -> Section:
     notes = (f"and {len(rows) - SHOWN:,} more {what}: --json has all",) if what and len(rows) > SHOWN else ()
-    return Section(headings, rows[:SHOWN] if what else rows, notes=notes, fold=headings)
+    return Section(headings, rows[:SHOWN] if what else rows, notes=notes)
 
 
 def _run_parts(found: RunDiff) -> Iterator[str | Section]:
@@ -180,7 +180,7 @@ def _step(line: StepLine | None) -> str:
     if line is None:
         return ""
     earned = "".join(f"  [{name} {number(value)}]" for name, value in line.rewards.items())
-    return f"{line.by} {line.kind}: {_cut(line.text)}{earned}"
+    return f"{line.by} {line.kind}: {_cut(joined(line.fragments, line.role))}{earned}"
 
 
 def _cut(text: str) -> str:
@@ -188,4 +188,4 @@ def _cut(text: str) -> str:
 
 
 def _value(value: JsonValue) -> str:
-    return "nothing" if value is None else _cut(value if isinstance(value, str) else json.dumps(value))
+    return "nothing" if value is None else _cut(plain(value))

@@ -127,7 +127,7 @@ def _row_section(row: RowLine, tape: str, context: bool) -> Section:
         stretch = list(tokens)
         rows += [_cells(token, tape) for token in stretch] if own or context else [_stretch(stretch)]
     headings = "#position token #id label #step call version #T #log-prob #reward #advantage #weight"
-    return Section(tuple(headings.split()), rows, fold=("token",))
+    return Section(tuple(headings.split()), rows, optional=("id", "T", "call", "version", "step"))
 
 
 def _cells(token: TokenLine, tape: str) -> list[str | Text]:
@@ -198,7 +198,7 @@ def _tables(experiment: Experiment) -> Iterator[str | Text | Section]:
         "#dropped",
         "as recorded",
     )
-    yield Section(headings, [_line_cells(line) for line in experiment.lines], fold=("recipe",))
+    yield Section(headings, [_line_cells(line) for line in experiment.lines], optional=("dropped", "clipped"))
     shifts = [
         (
             line.recipe,
@@ -214,7 +214,7 @@ def _tables(experiment: Experiment) -> Iterator[str | Text | Section]:
     ]
     if shifts:
         headings = ("recipe", "token", "#pull, first", "#pull, this", "tape", "#call", "#offset")
-        yield Section(headings, shifts, fold=("recipe", "token"))
+        yield Section(headings, shifts)
 
 
 def _line_cells(line: RecipeLine) -> list[str]:

@@ -102,7 +102,7 @@ def _print(args: argparse.Namespace, branched: Branched) -> int:
         (one.second.id, one.second.status, number(one.second.reward), str(tape.turns - parent.turn), _place(one))
         for one, tape in zip(found, tapes, strict=True)
     ]
-    made = Section(("tape", "status", "#reward", "#own turns", differs), rows, fold=("status", differs))
+    made = Section(("tape", "status", "#reward", "#own turns", differs), rows)
     lines = [f"not verified: {parent.unverified}"] if parent.unverified is not None else []
     lines.append(
         f"{len(tapes)} continuations from turn {parent.turn} of {parent.tape}; mean reward from that turn on "

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 def _section(summary: DemoSummary) -> Section:
     title = f"Held-out reward, {summary.held_out['n']} tasks, seed {summary.seed}"
     rows = [(row.name, fixed(row.sampled), fixed(row.greedy), row.note) for row in summary.scores]
-    return Section(("policy", "#sampled", "#greedy", "note"), rows, title, fold=("note",))
+    return Section(("policy", "#sampled", "#greedy", "note"), rows, title)
 
 
 def _closing(summary: DemoSummary, run: str) -> str:
