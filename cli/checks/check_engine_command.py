@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         trainable=args.trainable,
         timeout=args.timeout,
     )
-    answer(args, report, str(report))
+    answer(args, report, *str(report).splitlines())
     return Exit.HOLDS if report.ok else Exit.BROKEN
 
 

@@ -67,5 +67,5 @@ def run(args: argparse.Namespace) -> int:
         )
     except BadTasks as error:
         raise UsageError(f"--tasks {args.tasks!r:.60}: {error}") from error
-    answer(args, report, str(report))
+    answer(args, report, *str(report).splitlines())
     return Exit.HOLDS if report.ok else Exit.BROKEN

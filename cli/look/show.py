@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,41 +16,32 @@ from pydantic_core import from_json
 from ...tapes.common.stats import fixed, mean_of, number
 from ...tapes.common.text import counted
 from ...tapes.errors import UsageError
-from ...tapes.records import Status
+from ...tapes.status import Status
 from ...tapes.store.disk import read_file
 from ...tapes.tape import Tape
-from ...tapes.transcript import (
-    CallLine,
-    StepLine,
-    TapeSummary,
-    call_lines,
-    episode_rewards,
-    step_lines,
-    summarise,
-)
-from ..console import Exit, Section, answer, at_least, styled
+from ...tapes.transcript import call_lines, episode_rewards, step_lines, summarise
+from ..console import Exit, Section, answer, at_least
+from .tape_output import LINES, LONGEST, RUNNING, call_section, head, numbers, status_text, step_section
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from ...tapes.store.store import Store
     from ...tapes.store.summary import Summary
+    from ...tapes.view.gist import Gist
 
 EXAMPLE = """
 tapereel show runs/demo
 tapereel show runs/demo --split eval --status finished --last 50
+tapereel show runs/demo --failed --browse
+tapereel show runs/demo --worst 5
 tapereel show runs/demo 019a3c --calls
 tapereel show runs/demo --taught runs/demo/checkpoints/update-000440
 tapereel show tape.json --json
 """
 
-LONGEST = 4000
-"""Maximum number of characters that are printed from a step without `--full`."""
-TASK = 16
-"""Maximum number of characters from a task's name in the list."""
-RUNNING = "running"  # the status of a tape without an end, as printed
-_STYLE = {"observation": "cyan", "thought": "dim italic", "action": "bold"}
-_STATUS_STYLE = {"finished": "green", "running": "blue", "truncated": "yellow", "limit": "yellow"}
+SHORTEST = 8
+"""Minimum number of characters of a tape's id in the list."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -60,24 +52,43 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--status",
         choices=[*(status.value for status in Status), RUNNING],
         metavar="STATUS",
-        help="list only tapes of this status (`finished`, `error`, ..., `running`)",
+        help="list only tapes of this status (`finished`, `error`, ..., `running`); cancelled tapes are listed only "
+        "with `--status cancelled`",
     )
     parser.add_argument("--split", help="list only tapes of this split (`train`, `eval`, `demo`, ...)")
     parser.add_argument(
+        "--reward", type=float, metavar="X", help="list only tapes with this reward, compared as it is printed"
+    )
+    parser.add_argument(
+        "--failed",
+        action="store_true",
+        help="list only tapes that ended in an error or a crash, have no reward, or have a reward of 0 or less",
+    )
+    parser.add_argument(
+        "--taught", metavar="CKPT", help="list only tapes that this checkpoint (a directory) was trained on"
+    )
+    listed = parser.add_mutually_exclusive_group()
+    listed.add_argument(
         "--last",
         type=at_least(0),
         default=20,
         metavar="N",
         help="list the newest N matching tapes (default 20)",
     )
+    listed.add_argument(
+        "--worst", type=at_least(1), metavar="N", help="list the N matching tapes with the lowest rewards, lowest first"
+    )
     parser.add_argument(
-        "--taught", metavar="CKPT", help="list only tapes that this checkpoint (a directory) was trained on"
+        "--browse",
+        action="store_true",
+        help="print the first tape of the list, or TAPE; the key n prints the next one, p the previous one, q ends",
     )
     parser.add_argument("--calls", action="store_true", help="print the model calls of a tape too")
     parser.add_argument(
         "--full",
         action="store_true",
-        help=f"print every step of a tape whole, not only its first {LONGEST:,} characters",
+        help=f"print every step of a tape whole; without it, at most {LONGEST:,} characters and {LINES} lines of each "
+        "part",
     )
 
 
@@ -85,8 +96,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the tape or the list."""
     path = Path(args.run)
     if path.is_file():
-        if args.tape is not None:
-            raise UsageError(f"{path} is a file with one tape: remove the tape id {args.tape!r}")
+        if args.tape is not None or args.browse:
+            more = "--browse" if args.tape is None else f"the tape id {args.tape!r}"
+            raise UsageError(f"{path} is a file with one tape: remove {more}")
         try:
             document = from_json(path.read_bytes())
         except (ValueError, OSError) as error:
@@ -98,16 +110,42 @@ def run(args: argparse.Namespace) -> int:
     from ...tapes.store.store import Store
 
     with Store.open(path) as store:
-        if args.tape is not None:
+        if args.browse:
+            _browse(args, store)
+        elif args.tape is not None:
             _show_tape(args, store.tape(args.tape))
         else:
-            closed = False if args.status == RUNNING else None
-            found = store.summaries(status=args.status if closed is None else None, split=args.split, closed=closed)
-            if args.taught is not None:
-                trained_on = _trained_on(store, Path(args.taught))
-                found = [summary for summary in found if summary.id in trained_on]
-            _show_list(args, found)
+            _show_list(args, store)
     return Exit.HOLDS
+
+
+def _matching(args: argparse.Namespace, store: Store) -> tuple[list[Summary], int]:
+    """Return the tapes that match the arguments, in the order in which they began, and the number of cancelled ones
+    that are left out."""
+    closed = False if args.status == RUNNING else None
+    found = store.summaries(status=args.status if closed is None else None, split=args.split, closed=closed)
+    if args.taught is not None:
+        trained_on = _trained_on(store, Path(args.taught))
+        found = [s for s in found if s.id in trained_on]
+    if args.reward is not None:
+        found = [s for s in found if s.reward is not None and number(s.reward) == number(args.reward)]
+    if args.failed:
+        found = [s for s in found if _failed(s)]
+    kept = [s for s in found if s.status != Status.CANCELLED or args.status is not None]
+    return kept, len(found) - len(kept)
+
+
+def _failed(s: Summary) -> bool:
+    bad = s.status in (Status.ERROR, Status.CRASHED) or s.reward is None or s.reward <= 0
+    return s.status is not None and bad
+
+
+def _listed(args: argparse.Namespace, matching: list[Summary]) -> list[Summary]:
+    """Return the tapes that the list shows."""
+    if args.worst is not None:
+        scored = [(s.reward, k) for k, s in enumerate(matching) if s.reward is not None]
+        return [matching[k] for _, k in sorted(scored)[: args.worst]]
+    return matching[-args.last :] if args.last > 0 else []
 
 
 def _trained_on(store: Store, checkpoint: Path) -> Collection[str]:
@@ -121,136 +159,94 @@ def _trained_on(store: Store, checkpoint: Path) -> Collection[str]:
 
 def _show_tape(args: argparse.Namespace, tape: Tape) -> None:
     summary, steps, calls = summarise(tape), step_lines(tape), call_lines(tape)
-    shown: list[Section | str | Text] = [*_head(tape, summary), _step_section(steps, None if args.full else LONGEST)]
+    shown: list[Section | str | Text] = [*head(tape, summary, args.full), step_section(steps, args.full)]
     if args.calls:
-        shown.append(_call_section(tape.id, calls))
+        shown.append(call_section(tape.id, calls))
     episode = episode_rewards(tape)
     if episode:
-        shown.append("for the episode: " + _numbers(episode))
-    data = {"tape": summary, "task": tape.task, "steps": steps, "calls": calls, "episode_rewards": episode}
+        shown.append("for the episode: " + numbers(episode))
+    data = {
+        "tape": summary,
+        "task": tape.task,
+        "expected": tape.begin.task.expected,
+        "steps": steps,
+        "calls": calls,
+        "episode_rewards": episode,
+    }
     answer(args, data, *shown)
 
 
-def _show_list(args: argparse.Namespace, every: list[Summary]) -> None:
-    newest = every[-args.last :] if args.last > 0 else []
-    counts = dict(Counter(summary.status or RUNNING for summary in every).most_common())
-    scored = [summary.reward for summary in every if summary.reward is not None]
+def _show_list(args: argparse.Namespace, store: Store) -> None:
+    from ...tapes.view.gist import gist_of
+
+    matching, cancelled = _matching(args, store)
+    listed = [(s, gist_of(store, s.id)) for s in _listed(args, matching)]
+    counts = dict(Counter(s.status or RUNNING for s in matching).most_common())
+    scored = [s.reward for s in matching if s.reward is not None]
     mean = mean_of(scored)
     statuses = ", ".join(f"{n} {status}" for status, n in counts.items()) or "none matches"
-    line = f"{counted(len(every), 'tape')} ({statuses})"
+    line = f"{counted(len(matching), 'tape')} ({statuses})"
     if mean is not None:
         line += f"; mean reward {fixed(mean)} over {len(scored)} scored"
+    if cancelled:
+        line += f"; {cancelled:,} cancelled left out (--status cancelled lists them)"
     data = {
         "run": str(args.run),
-        "count": len(every),
+        "count": len(matching),
+        "cancelled_left_out": cancelled,
         "statuses": counts,
         "mean_reward": mean,
-        "tapes": [{**s._asdict(), "status": s.status or RUNNING} for s in newest],
+        "tapes": [{**s._asdict(), "status": s.status or RUNNING, **gist.model_dump()} for s, gist in listed],
     }
-    answer(args, data, _list_section(newest), line)
+    answer(args, data, _list_section(listed, _length(store, [s.id for s, _ in listed])), line)
 
 
-def _list_section(summaries: list[Summary]) -> Section:
+def _length(store: Store, ids: Collection[str]) -> int:
+    """Return the number of characters, from the start of each id, that no other tape of the run begins with."""
+    length, longest = SHORTEST, max(map(len, ids), default=0)
+    while length < longest and any(len(store.index.ids(name[:length])) > 1 for name in ids):
+        length += 1
+    return length
+
+
+def _list_section(listed: Sequence[tuple[Summary, Gist]], length: int) -> Section:
     rows = [
         (
-            s.id,
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.begun)),
-            _task_name(s),
-            s.split,
-            _status(s.status, s.cause),
+            s.id[:length],
+            gist.question or s.task or s.task_hash[:SHORTEST],
+            gist.expected or "",
+            gist.given or "",
             number(s.reward),
+            status_text(s.status, s.cause),
+            s.split,
             str(s.actions),
             str(s.sampled),
+            s.task,
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.begun)),
             s.agent,
             f"{s.group}/{s.attempt}" if s.group is not None else "",
         )
-        for s in summaries
+        for s, gist in listed
     ]
-    headings = "tape began task split status #reward #turns #tokens agent group"
-    return Section(tuple(headings.split()), rows, fold=("task", "split", "status", "agent", "group"))
+    headings = "tape question expected given #reward ended split #turns #tokens task began agent group"
+    text = ("question", "expected", "given", "ended", "split", "task", "began", "agent", "group")
+    by_importance = ("group", "agent", "began", "task", "tokens", "turns", "split")
+    return Section(tuple(headings.split()), rows, cut=text, optional=by_importance)
 
 
-def _task_name(s: Summary) -> str:
-    """Return a task's name, cut to the column's width, or the start of its hash if it has no name."""
-    if not s.task:
-        return s.task_hash[:8]
-    return s.task if len(s.task) <= TASK else f"{s.task[: TASK - 1]}…"
+def _browse(args: argparse.Namespace, store: Store) -> None:
+    from .browse import browse
 
-
-def _head(tape: Tape, s: TapeSummary) -> list[Text]:
-    first = styled(f"tape {s.id}  ", "bold").append_text(_status(s.status, s.cause))
-    lines = [first.append(f"  reward {number(s.reward)}")]
-    about = (
-        f"{s.agent} in {s.env}, split {s.split}, {counted(s.turns, 'turn')}, {counted(s.calls, 'call')}, "
-        f"{counted(s.sampled, 'token')} sampled"
-    )
-    if s.authored:
-        about += f", {s.authored} authored"
-    lines.append(styled(about if s.seconds is None else f"{about}, {s.seconds:.2f} s"))
-    if s.parent is not None:
-        lines.append(styled(f"forked from {s.parent}"))
-    if s.cause is not None:
-        lines.append(styled(f"ended by {s.cause}", "yellow"))
-    if s.raised_at is not None:
-        lines.append(styled(f"raised at {s.raised_at}"))
-    if tape.task is not None:
-        lines.append(styled(f"task {tape.task}"))
-    return lines
-
-
-def _step_section(steps: list[StepLine], longest: int | None) -> Section:
-    rows = [
-        (
-            str(step.index),
-            str(step.turn),
-            step.by,
-            step.kind,
-            styled(_shortened(step.text, longest), _STYLE[step.role] + (" dim" if step.inherited else "")),
-            str(step.tokens or ""),
-            _numbers({**step.rewards, **{f"({name})": value for name, value in step.metrics.items()}}),
-        )
-        for step in steps
-    ]
-    headings = ("#", "#turn", "by", "kind", "text", "#tokens", "#reward")
-    return Section(headings, rows, fold=("by", "kind", "text", "reward"))
-
-
-def _shortened(text: str, longest: int | None) -> str:
-    """Return the first `longest` characters and the number of omitted ones, or the whole text if `longest` is None."""
-    left = 0 if longest is None else len(text) - longest
-    return f"{text[:longest]} … ({left:,} more characters; --full shows them)" if left > 0 else text
-
-
-def _call_section(tape: str, calls: list[CallLine]) -> Section:
-    rows = [
-        (
-            c.call.removeprefix(tape),
-            c.by,
-            c.engine,
-            _count(c.prompt),
-            str(c.kept),
-            _count(c.completion),
-            c.finish or "",
-            f"{c.temperature:g}",
-            number(c.mean_logprob),
-            ", ".join(f"{version} [{start}, {end})" for version, start, end in c.spans)
-            + (f"; new row ({c.split})" if c.split else ""),
-        )
-        for c in calls
-    ]
-    headings = "call by engine #prompt #kept #completion finish #T #log-prob versions"
-    return Section(tuple(headings.split()), rows, fold=("by", "engine", "finish", "versions"))
-
-
-def _status(status: str | None, cause: str | None) -> Text:
-    status = status or RUNNING
-    word = status if cause is None else f"{status} ({cause.split(':')[0]})"
-    return styled(word, _STATUS_STYLE.get(status, "red"))
-
-
-def _count(value: int | None) -> str:
-    return "-" if value is None else str(value)
-
-
-def _numbers(values: dict[str, float]) -> str:
-    return ", ".join(f"{name} {number(value)}" for name, value in values.items())
+    if args.json or not (sys.stdin.isatty() and args.answer_to.isatty()):
+        raise UsageError("--browse reads keys: use it in a terminal, without a pipe and without --json")
+    matching, _ = _matching(args, store)
+    ids, at = [s.id for s in (matching if args.tape is not None else _listed(args, matching))], 0
+    if args.tape is not None:
+        name = store.tape(args.tape).id
+        if name not in ids:
+            raise UsageError(f"the list doesn't have the tape {name}: change --status, --split or the other filters")
+        at = ids.index(name)
+    if ids:
+        browse(ids, at, lambda name: _show_tape(args, store.tape(name)), lambda line: answer(args, {}, line))
+    else:
+        answer(args, {}, "no tape matches")

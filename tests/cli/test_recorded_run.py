@@ -23,7 +23,7 @@ from ..recorded.worlds import WORLDS, Division
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 LAST_READER = "9dc43d5"
-SHOWN = {"text": "question   53", "tools": "ZeroDivisionError", "pictures": "[picture "}
+SHOWN = {"text": "question  53", "tools": "ZeroDivisionError", "pictures": "[picture "}
 """Name of a run -> what its tapes show."""
 REFUSED = {
     "replay agent": ["replay", "agent", "run"],

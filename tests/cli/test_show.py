@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +15,12 @@ import pytest
 from tapereel.cli import main
 from tapereel.cli.console import Exit, Section, answer
 from tapereel.tapes import Tape
+from tapereel.tapes.store.store import Store
 from tapereel.tapes.transcript import call_lines, episode_rewards, step_lines, summarise
 
 from ..front.making import hostile_everywhere, played, run_of, sampled_tape
+from .library import picture, write_library
+from .terminal import Terminal
 
 EPISODES = [("train", ["5", "7"]), ("eval", ["7"]), ("train", ["5", "x"]), ("train", ["9", "8", "7"])]
 
@@ -43,10 +46,120 @@ def test_a_run_is_listed_with_its_numbers(run, capsys: pytest.CaptureFixture[str
     assert data["mean_reward"] == pytest.approx(sum(tape.reward for tape in tapes) / 4)
     assert main(["show", str(path)]) == Exit.HOLDS
     shown = capsys.readouterr().out
-    assert all(tape.id in shown for tape in tapes)
     assert "4 tapes (3 finished, 1 error)" in shown
     assert "error (agent)" in shown
-    assert all((tape.begin.task.id or tape.begin.task_hash)[:8] in shown for tape in tapes)
+    lines = [line.split() for line in shown.splitlines() if line.startswith(f" {tapes[0].id[:8]}")]
+    assert len(lines) == 4
+    for tape, (name, *cells) in zip(tapes, lines, strict=True):
+        assert cells[:4] == ["from", "1", "to", "9"]
+        assert cells[4:6] == ["7", str([step.number for step in tape[:] if hasattr(step, "number")][-1])]
+        assert _json(capsys, str(path), name)["tape"]["id"] == tape.id, "the short id names one tape"
+
+
+def test_a_list_in_json_has_the_question_and_both_answers(run, capsys: pytest.CaptureFixture[str]):
+    path, _ = run
+    first = _json(capsys, str(path))["tapes"][0]
+    assert (first["question"], first["expected"], first["given"]) == ("from 1 to 9", "7", "7")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
+    path = tmp_path_factory.mktemp("library") / "run"
+    return str(path), write_library(path)
+
+
+def _listed(capsys: pytest.CaptureFixture[str], path: str, *words: str) -> list[str]:
+    return [tape["id"] for tape in _json(capsys, path, *words)["tapes"]]
+
+
+def test_cancelled_tapes_are_listed_only_if_asked_for(library, capsys: pytest.CaptureFixture[str]):
+    path, ids = library
+    assert _listed(capsys, path) == [name for name in ids if name != ids[4]]
+    assert _listed(capsys, path, "--last", "3") == ids[5:]
+    assert _listed(capsys, path, "--status", "cancelled") == [ids[4]]
+    assert [_json(capsys, path, *words)["cancelled_left_out"] for words in ((), ("--split", "eval"))] == [1, 0]
+    assert main(["show", path]) == Exit.HOLDS
+    assert "1 cancelled" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_list_is_narrowed_by_reward(library, capsys: pytest.CaptureFixture[str]):
+    path, ids = library
+    assert _listed(capsys, path, "--reward", "0") == [ids[1]]
+    assert _listed(capsys, path, "--reward", "-0.5") == [ids[5]]
+    assert _listed(capsys, path, "--worst", "3") == [ids[5], ids[1], ids[2]]
+    assert _listed(capsys, path, "--worst", "2", "--split", "eval") == [ids[1], ids[0]]
+    assert _listed(capsys, path, "--failed") == [ids[1], ids[3], ids[5]]
+    assert main(["show", path, "--worst", "1", "--last", "1"]) == Exit.USAGE
+
+
+def test_a_reward_is_compared_as_it_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with Store.create(tmp_path / "run") as store:
+        for record in sampled_tape("42", logprobs=None, reward=2 / 3)._log.bodies:
+            store.writer.append(record)
+    assert len(_listed(capsys, str(tmp_path / "run"), "--reward", "0.667")) == 1
+    assert _listed(capsys, str(tmp_path / "run"), "--reward", "0.66") == []
+
+
+def _lines(shown: str) -> list[str]:
+    return [" ".join(line.split()) for line in shown.splitlines()]
+
+
+def test_tool_calls_read_as_code_and_results_with_the_name_of_their_tool(library, capsys: pytest.CaptureFixture[str]):
+    path, ids = library
+    assert main(["show", path, ids[2]]) == Exit.HOLDS
+    shown = _lines(capsys.readouterr().out)
+    assert '"copies": [1, 2]' in shown, "long JSON has many lines"
+    for line in ('lookup(title="Dubliners", author="James Joyce")', "lookup: 17"):
+        assert any(line in one for one in shown)
+    assert not any(word in one for one in shown for word in ('"calls"', '"results"', '"arguments"'))
+
+
+def test_an_error_is_red_and_the_reason_of_a_failure_is_above_the_steps(library, monkeypatch: pytest.MonkeyPatch):
+    path, ids = library
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["show", path, ids[3]]) == Exit.HOLDS
+    head, steps = out.getvalue().split("How many", 1)
+    for words in ("error (environment)", "KeyError: 'shelf 4'", "library.py:61 in step", "expected answer 4"):
+        assert words in head
+    assert "\x1b[31mTraceback (most recent call last):" in steps
+    assert '\x1b[1mlookup(title="Middlemarch")' in steps
+
+
+def test_the_middle_of_a_long_result_is_left_out(library, capsys: pytest.CaptureFixture[str]):
+    path, ids = library
+    shown = {}
+    for more in ((), ("--full",)):
+        assert main(["show", path, ids[3], *more]) == Exit.HOLDS
+        shown[more] = capsys.readouterr().out
+    assert "line 30" not in shown[()]
+    assert "KeyError: 'shelf 4'" in shown[()].split("Traceback")[1], "the end of a traceback has the reason"
+    assert all(f"line {k}\n" in "\n".join(_lines(shown[("--full",)])) + "\n" or k for k in range(60))
+    assert len(shown[()].splitlines()) < 50 < len(shown[("--full",)].splitlines())
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_a_picture_is_named_once_and_never_written_out(library, capsys: pytest.CaptureFixture[str], words: list[str]):
+    path, ids = library
+    assert main(["show", path, ids[5], *words]) == Exit.HOLDS
+    shown = capsys.readouterr().out
+    name = picture().name[:12]
+    if words:
+        (fragment,) = json.loads(shown)["steps"][2]["fragments"]
+        assert fragment["text"] == f"a shelf\n[picture 16x12 {name}]"
+    else:
+        assert shown.count(f"[picture 16x12 {name}]") == 1
+        assert "media:" not in shown
+
+
+def test_json_that_cannot_be_indented_is_printed_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for text in ("[" * 100_000, "{" + "x" * 100, '[1e999, "' + "x" * 100 + '"]', "[" * 900 + "]" * 900):
+        tape = sampled_tape("42", logprobs=None, question=text)
+        (tmp_path / "t.json").write_text(tape.model_dump_json())
+        assert main(["show", str(tmp_path / "t.json")]) == Exit.HOLDS
+        assert text[:9] in capsys.readouterr().out
 
 
 def test_a_list_is_narrowed(run, capsys: pytest.CaptureFixture[str]):
@@ -188,25 +301,20 @@ def test_json_says_the_same_whatever_characters_it_spells_out(tmp_path: Path, ca
     assert data["episode_rewards"] == {HOSTILE: 1.0}
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def test_a_narrow_terminal_cuts_no_number_short(run, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("NO_COLOR", "1")
     row = ("a name that is long", "1234567890", "9876543210", "100.0%", "and words that may well break")
-    made = Section(("component", "#tokens", "#trained", "#share", "what it is"), [row], fold=("what it is",))
+    made = Section(("component", "#tokens", "#trained", "#share", "what it is"), [row])
     out = Terminal()
     answer(argparse.Namespace(answer_to=out), {}, made)
-    for whole in ("a name that is long", "1234567890", "9876543210", "100.0%", "tokens", "trained"):
+    for whole in ("1234567890", "9876543210", "100.0%", "tokens", "trained"):
         assert whole in out.getvalue()
     path, tapes = run
     listed = Terminal()
     monkeypatch.setattr(sys, "stdout", listed)
     assert main(["show", str(path)]) == Exit.HOLDS
     monkeypatch.undo()
-    for tape in tapes:
-        (line,) = [line for line in listed.getvalue().splitlines() if line.startswith(f" {tape.id}")]
-        assert {tape.begin.split, tape.status.value} <= set(line.split())
+    lines = listed.getvalue().splitlines()
+    assert all(len(re.sub("\x1b.*?m", "", line)) <= 40 for line in lines)
+    assert len([line for line in lines if line.startswith(f" {tapes[0].id[:8]}")]) == len(tapes), "one line per tape"
