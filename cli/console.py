@@ -208,7 +208,9 @@ def _broken(sentence: str, width: int) -> str:
     """Return a sentence or a command line in lines of at most `width` characters, unless a word is longer."""
     if sentence.lstrip().startswith("tapereel "):
         return broken_command(sentence, width)
-    return "\n".join(wrap(sentence, width, break_long_words=False, break_on_hyphens=False))
+    start = sentence[: len(sentence) - len(sentence.lstrip())]
+    lines = wrap(sentence, width, subsequent_indent=start, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def _rendered(part: Section | RenderableType, width: int) -> Iterator[RenderableType]:

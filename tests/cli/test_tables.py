@@ -83,6 +83,7 @@ def test_a_sentence_is_broken_at_words_in_a_terminal_only(monkeypatch: pytest.Mo
     assert " ".join(lines) == sentence
     assert [line for line in lines if len(line) > 40] == ["/folder" * 12]
     assert shown(sentence, 40, monkeypatch, io.StringIO()) == [sentence]
+    assert shown(f"    {WORDS}", 40, monkeypatch, Terminal())[1].startswith("    ")
     document = f"{WORDS}\n| {WORDS} |"
     assert shown(document, 40, monkeypatch, Terminal()) == document.splitlines()
 
