@@ -7,7 +7,6 @@ say the same thing twice: a sign that explains others has a lower rank, and is t
 from __future__ import annotations
 
 import math
-import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -207,16 +206,14 @@ class Climb:
 
     def _trend(self) -> Iterator[Sign]:
         n, (change, tasks), (worst, best) = len(self.updates), self.measured, self.range
-        path = shlex.quote(str(self.store.path))
-        longer = f"tapereel train --config {path}/config.yaml --out {path} --resume --set loop.updates"
         for seen, where in ((change, "on held-out tasks"), (self.rewards, "in the updates")):
             if RISING < seen.certainty <= 1:
                 more = math.ceil(n * min(8.0, max(2.0, 1.5 / seen.certainty)))
                 slow = 8 * seen.value < NEAR * (max(best, 1.0) - worst)  # even eight times the updates change little
                 yield Sign(
                     6,
-                    f"The reward seems to rise {where}, but {n} updates are too few to be sure. Continue to {more}: "
-                    f"{longer}={more}",
+                    f"The reward seems to rise {where}, but {n} updates are too few to be sure. Continue the run with "
+                    f"loop.updates={more} and --resume (in Python, resume=True).",
                     0.4 if slow else seen.certainty,
                 )
                 break
@@ -288,7 +285,8 @@ class Climb:
             actions = self.store.tape(summary.id, refresh=False).actions
             tasks[summary.task_hash][str(actions[-1]) if actions else ""].append(summary.reward or 0.0)
         earned = [rewards for answers in tasks.values() for rewards in answers.values()]
-        if len(tasks) < LOOP or sum(min(rewards) < max(rewards) for rewards in earned) > NEAR * len(earned):
+        repeated = [rewards for rewards in earned if len(rewards) > 1]
+        if len(tasks) < LOOP or sum(min(rewards) < max(rewards) for rewards in repeated) > NEAR * len(repeated):
             return None
         said = Counter[str]()
         for answers in tasks.values():
