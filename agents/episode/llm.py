@@ -173,6 +173,14 @@ class LLM(Clock):
         exchange.prepare(sampling or self.sampling, temperature, max_tokens, seed, listener)
         return exchange.read(await exchange.sample())
 
+    def count(
+        self, tape: Tape, messages: Sequence[Message], tools: tuple[dict[str, JsonValue], ...] | None, conversation: str
+    ) -> int | None:
+        """Return the number of tokens in the prompt that a call with these arguments would have. None if the engine has
+        no renderer. Raises RenderFailed."""
+        rendered = self._render(tape.scope, conversation, messages, tools)
+        return None if rendered is None else len(rendered.ids)
+
     # Attribution: for each yielded step, the rollout asks which path yielded it and which calls it was read from
 
     def spoke(self, step: Step, path: str) -> None:

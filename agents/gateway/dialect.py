@@ -208,13 +208,14 @@ def content_of(parts: Sequence[Message]) -> str | list[Message]:
     return "".join(texts) if len(texts) == len(parts) else list(parts)
 
 
-def _data_url(url: str) -> str:
+def data_url(url: str) -> str:
+    """Return the URL. Raises ValueError if it doesn't hold the picture itself."""
     if not DATA_URL.match(url):
         raise ValueError("must be data:image/png;base64,... (or jpeg, webp), since no URL is ever fetched")
     return url
 
 
-DataUrl = Annotated[str, AfterValidator(_data_url)]
+DataUrl = Annotated[str, AfterValidator(data_url)]
 """A picture in the request itself."""
 Temperature = Annotated[float, Field(strict=True, ge=0)]
 TopP = Annotated[float, Field(strict=True, gt=0, le=1)]

@@ -1,7 +1,7 @@
 """The gateway's HTTP server. It has the APIs of OpenAI and Anthropic, in which each API key belongs to one tape.
 
-    POST /v1/chat/completions, /v1/responses       with a tape's key
-    GET  /v1/models, /v1/models/ID
+    POST /v1/chat/completions, /v1/responses, /v1/messages      with a tape's key
+    POST /v1/messages/count_tokens      GET /v1/models, /v1/models/ID
     /tapereel/tapes/...         begin, score and end tapes     with the admin token (`gateway_control.py`)
 
 The server stores only the digest of a key. A key is valid for one tape, until that tape ends. By default, the server
@@ -28,7 +28,7 @@ from ...tapes.common.http_service import BODY, EVERYWHERE, Handler, HttpService,
 from ...tapes.common.redact import without_secrets
 from ...tapes.common.request_checks import bearer
 from ...tapes.common.text import logger
-from . import chat_protocol, responses_protocol
+from . import chat_protocol, messages_protocol, responses_protocol
 from .dialect import Asked, Dialect, Refused, Stream
 from .gateway_session import Live, Session, ended
 from .linking import USES, Use
@@ -44,7 +44,11 @@ MODEL = "policy"
 PREFIX = "sk-tape-"
 """Prefix of every key of a tape."""
 _KEY = re.compile(rf"(?=({PREFIX}[A-Za-z0-9_-]{{32}}))")
-_DIALECTS: dict[str, Dialect] = {"/v1/chat/completions": chat_protocol, "/v1/responses": responses_protocol}
+_DIALECTS: dict[str, Dialect] = {
+    "/v1/chat/completions": chat_protocol,
+    "/v1/responses": responses_protocol,
+    "/v1/messages": messages_protocol,
+}
 """The dialect of each route. Paths below a route have its dialect too."""
 _EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -103,6 +107,7 @@ class Gateway(HttpService):
             web.get("/v1/models", self._models),
             web.get("/v1/models/{model:.+}", self._model),
             *(web.post(path, self._ask) for path in _DIALECTS),
+            web.post("/v1/messages/count_tokens", self._count),
         ]
 
     def has_token(self, request: web.Request) -> bool:
@@ -221,6 +226,10 @@ class Gateway(HttpService):
         """Describe a model of any name, because requests may use any model name."""
         self._session(request)
         return json_response(_about(request.match_info["model"]))
+
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        return json_response({"input_tokens": await session.count(messages_protocol.read_count(request[BODY]))})
 
     async def _ask(self, request: web.Request) -> web.StreamResponse:
         session, dialect = self._session(request), _dialect(request)

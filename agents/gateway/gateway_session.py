@@ -243,6 +243,20 @@ class Session:
             self._asking.discard(asking)
             self.heard_at = time.monotonic()
 
+    async def count(self, request: Asked) -> int:
+        """Return the number of tokens in the request's prompt. Nothing is sampled or recorded. Raises Refused."""
+        if self.closed:
+            raise ended()
+        self.heard_at = time.monotonic()
+        messages, conversation = await self._messages(request)
+        try:
+            tokens = self._llm.count(self._tape, messages, tuple(request.tools) or None, conversation)
+        except RenderFailed as error:
+            raise Refused(400, str(error), param="messages") from None
+        if tokens is None:
+            raise Refused(501, "the tokens of this engine's prompts aren't known here", final=True)
+        return tokens
+
     async def _ask(self, request: Asked, use: Use | None, live: Live | None) -> Answered:
         try:
             # Use the recorded messages, not the ones that the client sent back. The renderer then keeps the sampled ids

@@ -1,9 +1,9 @@
 """Runs an external program as an agent. The program gets its tape's URL and key, and its output is the action.
 
-The program is a command or an async function that speaks OpenAI's protocol. A command finds `OPENAI_BASE_URL` and
-`OPENAI_API_KEY` in its environment. A function gets both as one argument. The program reads the newest observation and
-answers with text. Before its answer it may send any number of requests to the model. Each request is a call on the
-tape.
+The program is a command or an async function that uses an API of OpenAI or Anthropic. A command finds URL and key in
+the variables of both (`Endpoint.variables`). A function gets them as one argument. The program reads the newest
+observation and answers with text. Before its answer it may send any number of requests to the model. Each request is a
+call on the tape.
 """
 
 from __future__ import annotations
@@ -46,10 +46,26 @@ class ProgramFailed(TapereelError, RuntimeError):
 
 
 class Endpoint(NamedTuple):
-    """URL and key for a program's requests to the model: `AsyncOpenAI(**endpoint._asdict())`."""
+    """URL and key for a program's requests to the model: `AsyncOpenAI(**endpoint._asdict())`, or
+    `AsyncAnthropic(base_url=endpoint.root_url, api_key=endpoint.api_key)`."""
 
     base_url: str
     api_key: str
+
+    @property
+    def root_url(self) -> str:
+        """The URL without `/v1`, which Anthropic's clients add themselves."""
+        return self.base_url.removesuffix("/v1")
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables in which the official clients find URL and key."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.root_url,
+            "ANTHROPIC_API_KEY": self.api_key,
+        }
 
 
 Function = Callable[[str, Endpoint], Awaitable[str]]
@@ -152,7 +168,7 @@ async def _command(words: Sequence[str], task: str, endpoint: Endpoint) -> str:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
-            env={**os.environ, "OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key},
+            env=_inherited() | endpoint.variables,
         )
     )
     try:
@@ -172,6 +188,11 @@ async def _command(words: Sequence[str], task: str, endpoint: Endpoint) -> str:
     if len(ran.said) > LONGEST:
         raise ProgramFailed(f"{words[0]} printed more than {LONGEST} bytes; an answer is shorter than that")
     return ran.said.decode(errors="replace").strip()
+
+
+def _inherited() -> dict[str, str]:
+    """Return this process's environment without the token that Anthropic's clients would send in place of the key."""
+    return {name: value for name, value in os.environ.items() if name != "ANTHROPIC_AUTH_TOKEN"}
 
 
 class _Ran(asyncio.SubprocessProtocol):

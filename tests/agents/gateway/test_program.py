@@ -136,6 +136,18 @@ def test_a_command_gets_its_task_and_what_it_prints_is_its_answer():
     assert str(tape.last) == "True"
 
 
+def test_a_command_finds_the_address_and_the_key_of_both_apis(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "the user's own")
+    code = (
+        "import os; own = {k: v for k, v in os.environ.items() if k.startswith(('OPENAI_', 'ANTHROPIC_'))}\n"
+        "assert own['OPENAI_BASE_URL'] == own['ANTHROPIC_BASE_URL'] + '/v1'\n"
+        "assert own['OPENAI_API_KEY'] == own['ANTHROPIC_API_KEY']\n"
+        "print('ANTHROPIC_AUTH_TOKEN' in own)"
+    )
+    tape = rolled(command(code))
+    assert (tape.status, str(tape.last)) == (Status.FINISHED, "False"), tape.cause
+
+
 def test_a_command_that_prints_its_key_prints_none_to_the_tape():
     code = "import os, sys; key = os.environ['OPENAI_API_KEY']; print(key); print(key, file=sys.stderr); sys.exit({})"
     assert str(rolled(command(code.format(0))).last) == "[key]"
