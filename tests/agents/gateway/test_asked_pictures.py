@@ -8,9 +8,11 @@ import io
 import os
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from openai import APIStatusError, AsyncOpenAI
 from PIL import Image
@@ -121,6 +123,42 @@ def test_the_detail_of_a_picture_is_on_the_call_and_reaches_a_hosted_model(detai
     assert tape.call_messages(tape.calls[0])[0]["content"][0].get("detail") == detail
     assert provider.asked[0]["messages"][0]["content"][0]["image_url"].get("detail") == detail
     assert verify(tmp_path / "run").exit_code == 0
+
+
+def in_responses(file: bytes) -> tuple[str, Any]:
+    parts = [{"type": "input_text", "text": "Which quarter?"}, {"type": "input_image", "image_url": data_url(file)}]
+    return "responses", {"model": "m", "instructions": "Look.", "input": [{"role": "user", "content": parts}]}
+
+
+def in_messages(file: bytes) -> tuple[str, Any]:
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(file).decode()}
+    parts = [text("Which quarter?"), {"type": "image", "source": source}]
+    asked = [{"role": "user", "content": parts}]
+    return "messages", {"model": "m", "system": "Look.", "max_tokens": 9, "messages": asked}
+
+
+@pytest.mark.parametrize(
+    ("way", "place"),
+    [(in_responses, "input.0.content.1.image_url"), (in_messages, "messages.0.content.1.source")],
+)
+def test_the_other_dialects_show_pictures_too(way: Callable[[bytes], tuple[str, Any]], place: str):
+    errors = list[str]()
+
+    async def once(task: str, endpoint: Endpoint) -> str:
+        async with aiohttp.ClientSession(headers={"x-api-key": endpoint.api_key}) as http:
+            path, body = way(encoded(2)[:60])
+            async with http.post(f"{endpoint.base_url}/{path}", json=body) as answer:
+                errors.append(f"{answer.status} {(await answer.json())['error']['message']}")
+            path, body = way(encoded(2))
+            async with http.post(f"{endpoint.base_url}/{path}", json=body) as answer:
+                found = await answer.json()
+        return (found["output"][0]["content"] if path == "responses" else found["content"])[0]["text"]
+
+    tape = hosted(once, "2", Provider(says=by_pixels))
+    assert (tape.reward, tape.status) == (1.0, Status.FINISHED), tape.cause
+    _, (_, part) = (message["content"] for message in tape.call_messages(tape.calls[0]))
+    assert part == {"type": "image", "media": Picture.of(square(2)).name, "width": 40, "height": 30}
+    assert errors[0].startswith(f"400 {place}: ")
 
 
 def test_files_of_requests_are_verified_and_shown(tmp_path: Path):

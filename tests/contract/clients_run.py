@@ -1,0 +1,178 @@
+"""Unmodified clients with their default settings, each with one tool. Run by the Python of `clients_env.py`.
+
+    python clients_run.py NAME           asks the model until it calls no more tools, and prints its last answer
+    python clients_run.py parse FILE     parses lines [KIND, JSON] with the official models
+
+The address and the key are in the environment, as for every program behind the gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+TASK = "add some numbers"
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+def added(a: int, b: int) -> int:
+    if a < 0:
+        raise ValueError("a is negative")
+    return a + b
+
+
+def result(arguments: dict[str, int]) -> tuple[str, bool]:
+    """The tool's answer, and whether it is an error."""
+    try:
+        return str(added(**arguments)), False
+    except ValueError as error:
+        return str(error), True
+
+
+async def responses(stream: bool) -> str:
+    import openai
+
+    tools: Any = [{"type": "function", "name": "add", "parameters": SCHEMA, "strict": True}]
+    items: list[Any] = [{"role": "user", "content": TASK}]
+    async with openai.AsyncOpenAI(max_retries=0) as api:
+        while True:
+            asked: Any = {"model": "gpt-5", "input": items, "tools": tools}
+            if stream:
+                async with api.responses.stream(**asked) as events:
+                    answer: Any = await events.get_final_response()
+            else:
+                answer = await api.responses.create(**asked)
+            items += answer.output
+            calls = [item for item in answer.output if item.type == "function_call"]
+            if not calls:
+                return answer.output_text
+            for call in calls:
+                text, _ = result(json.loads(call.arguments))
+                items.append({"type": "function_call_output", "call_id": call.call_id, "output": text})
+
+
+async def continued() -> str:
+    """The conversation is kept by the gateway, and each request has only the newest items."""
+    import openai
+
+    tools: Any = [{"type": "function", "name": "add", "parameters": SCHEMA, "strict": True}]
+    items: list[Any] = [{"role": "user", "content": TASK}]
+    previous: Any = None
+    async with openai.AsyncOpenAI(max_retries=0) as api:
+        while True:
+            answer = await api.responses.create(model="m", input=items, tools=tools, previous_response_id=previous)
+            previous = answer.id
+            calls = [item for item in answer.output if item.type == "function_call"]
+            if not calls:
+                return answer.output_text
+            texts = [(call.call_id, result(json.loads(call.arguments))[0]) for call in calls]
+            items = [{"type": "function_call_output", "call_id": id, "output": text} for id, text in texts]
+
+
+async def agents_sdk(stream: bool) -> str:
+    import agents
+
+    agents.set_tracing_disabled(True)
+
+    @agents.function_tool
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return added(a, b)
+
+    agent = agents.Agent(name="adder", instructions="Add with the tool.", tools=[add])
+    if not stream:
+        return str((await agents.Runner.run(agent, TASK)).final_output)
+    running = agents.Runner.run_streamed(agent, TASK)
+    async for _ in running.stream_events():
+        pass
+    return str(running.final_output)
+
+
+async def anthropic_sdk(stream: bool) -> str:
+    import anthropic
+
+    tools: Any = [{"name": "add", "input_schema": SCHEMA}]
+    messages: list[Any] = [{"role": "user", "content": TASK}]
+    async with anthropic.AsyncAnthropic(max_retries=0) as api:
+        while True:
+            asked: Any = {"model": "claude-sonnet-4-5", "max_tokens": 1000, "messages": messages, "tools": tools}
+            if stream:
+                async with api.messages.stream(**asked) as events:
+                    answer: Any = await events.get_final_message()
+            else:
+                answer = await api.messages.create(**asked)
+            messages.append({"role": "assistant", "content": answer.content})
+            uses = [block for block in answer.content if block.type == "tool_use"]
+            if not uses:
+                assert answer.stop_reason == "end_turn"
+                return answer.content[0].text
+            made = [(use.id, *result(use.input)) for use in uses]
+            blocks = [{"type": "tool_result", "tool_use_id": id, "content": t, "is_error": bad} for id, t, bad in made]
+            messages.append({"role": "user", "content": blocks})
+
+
+async def pydantic_ai(model: str, stream: bool) -> str:
+    import pydantic_ai
+
+    agent = pydantic_ai.Agent(model, instructions="Add with the tool.")
+
+    @agent.tool_plain(retries=3)
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        try:
+            return added(a, b)
+        except ValueError as error:
+            raise pydantic_ai.ModelRetry(str(error)) from None
+
+    async def heard(_: Any, events: Any) -> None:
+        async for _ in events:
+            pass
+
+    return (await agent.run(TASK, event_stream_handler=heard if stream else None)).output
+
+
+CLIENTS: dict[str, Callable[[], Awaitable[str]]] = {
+    "responses": lambda: responses(False),
+    "responses-streamed": lambda: responses(True),
+    "responses-continued": continued,
+    "agents-sdk": lambda: agents_sdk(False),
+    "agents-sdk-streamed": lambda: agents_sdk(True),
+    "anthropic": lambda: anthropic_sdk(False),
+    "anthropic-streamed": lambda: anthropic_sdk(True),
+    "pydantic-ai": lambda: pydantic_ai("openai:gpt-5", False),
+    "pydantic-ai-streamed": lambda: pydantic_ai("openai:gpt-5", True),
+    "pydantic-ai-anthropic": lambda: pydantic_ai("anthropic:claude-sonnet-4-5", False),
+}
+
+
+def parse(path: Path) -> None:
+    import pydantic
+    from anthropic.types import Message, RawMessageStreamEvent
+    from openai.types.responses import Response, ResponseStreamEvent
+
+    models: Any = {
+        "responses": Response,
+        "responses-event": ResponseStreamEvent,
+        "messages": Message,
+        "messages-event": RawMessageStreamEvent,
+    }
+    adapters = {kind: pydantic.TypeAdapter(model) for kind, model in models.items()}
+    for line in path.read_text().splitlines():
+        kind, data = json.loads(line)
+        adapters[kind].validate_python(data)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "parse":
+        parse(Path(sys.argv[2]))
+    else:
+        print(asyncio.run(CLIENTS[sys.argv[1]]()))  # type: ignore[arg-type]
