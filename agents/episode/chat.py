@@ -111,7 +111,7 @@ class ChatAgent(Agent):
     def _parse_reply(self, reply: Reply, offered: bool) -> Action:
         calls, problem = list(reply.tool_calls), reply.problem
         if self.actions and not offered and not calls:  # with `actions=[ToolCalls]` and no tools, any call is read
-            read = read_tool_calls(reply.text)
+            read = read_tool_calls(reply.text, cut=reply.finish in ("length", "abort"))
             calls, problem = list(read.calls), read.problem
         if problem:
             raise ValueError(problem + (" No call was made: write all of them again." if calls else ""))

@@ -37,7 +37,7 @@ from ..engines.engine import (
     error_text,
 )
 from ..rendering.renderer import Rendered
-from ..rendering.tool_calls import read_tool_calls, tool_schema
+from ..rendering.tool_calls import HermesReader, read_tool_calls, tool_schema
 from . import fire
 from .clock import Clock
 from .conversations import AUTHORED, Conversations, PendingCall
@@ -62,7 +62,8 @@ class Reply:
     call: str
     """Id of the call on the tape."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """The function calls in the answer, if tools were offered. They are read from the text or parsed by the engine."""
+    """The function calls in the answer, if tools were offered. They are read from the text or parsed by the engine. An
+    answer that was cut off has none."""
     content: str = ""
     """The answer's text without the function calls, or the whole text if there are none."""
     problem: str = ""
@@ -70,6 +71,10 @@ class Reply:
     model try again, yield `ParseError(problem=reply.problem)` and ask again."""
     chat_calls: tuple[Message, ...] = ()
     """All function calls in the chat format (`CallsRead.chat`)."""
+    reasoning: str = ""
+    """The text of the model's thoughts, without their marks, if the model's format has thoughts."""
+    answer: str = ""
+    """`content` without the model's thoughts."""
 
     def __str__(self) -> str:
         return self.text
@@ -516,14 +521,26 @@ class _Exchange:
 
     def read(self, completion: Completion) -> Reply:
         """Return the agent's reply. It has function calls if tools were offered or the engine parsed some."""
-        text, native = completion.text or "", completion.tool_calls or ()
-        call, rendered = self._pending.call, self._pending.rendered
-        if self._schemas is None and not native:
-            return Reply(text, completion.finish, call, content=text)
-        # A template such as DeepSeek's may begin the model's thought at the end of the prompt.
-        thinking = rendered is not None and rendered.text.rstrip().endswith("<think>")
-        read = read_tool_calls(text, self._schemas or (), native=native, thinking=thinking)
-        return Reply(text, completion.finish, call, read.calls, read.content, read.problem, read.chat)
+        text, cut = completion.text or "", completion.finish in ("length", "abort")
+        call, rendered, renderer = self._pending.call, self._pending.rendered, self._engine.renderer
+        if completion.tool_calls:
+            read = read_tool_calls(text, self._schemas or (), native=completion.tool_calls, cut=cut)
+        else:
+            reader = renderer.reader if renderer is not None else HermesReader()
+            prompt = rendered.text if rendered is not None else ""
+            end = renderer.end_text(completion.ids or ()) if renderer is not None else ""
+            read = reader.read(text, self._schemas, prompt=prompt, end=end, cut=cut)
+        return Reply(
+            text,
+            completion.finish,
+            call,
+            read.calls,
+            read.content,
+            read.problem,
+            read.chat,
+            read.reasoning,
+            read.answer,
+        )
 
 
 class _Failed(Exception):

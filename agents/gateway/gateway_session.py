@@ -29,7 +29,7 @@ from ..engines.engine import CapableEngine
 from ..episode.limits import LimitReached
 from ..episode.llm import LLM, ModelFailed, RenderFailed, Reply
 from ..rendering.incremental_decoder import IncrementalDecoder, overlap
-from ..rendering.tool_calls import free_prefix
+from ..rendering.tool_calls import CallReader
 from .chat_protocol import token_logprobs
 from .dialect import ANSWER, PIXELS, PLACE, Answered, Asked, Refused
 from .linking import Use, label_calls
@@ -54,26 +54,18 @@ class _Sent(NamedTuple):
 class Pieces:
     """Turns the token ids of one answer into text that can be sent. Single use."""
 
-    def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str], *, tools: bool) -> None:
-        self._decoder, self._stops, self._tools = decoder, stops, tools
+    def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str], reader: CallReader | None) -> None:
+        """`reader` holds back text that may be the beginning of a call. It is None if the request has no tools."""
+        self._decoder, self._stops = decoder, stops
+        self._outside_calls = reader.stream().feed if reader is not None else str
         self._held = ""
-        self._fresh, self._thinking = True, False
-        """The arguments `fresh` and `thinking` of `free_prefix`, which describe the position where `_held` begins."""
 
     def feed(self, ids: Sequence[int]) -> str:
         """Add ids, and return the new text that can be sent now."""
         self._held += self._decoder.feed(ids)
-        n = self._free()
+        n = min((_before(self._held, stop) for stop in self._stops), default=len(self._held))
         piece, self._held = self._held[:n], self._held[n:]
-        return piece
-
-    def _free(self) -> int:
-        """Return how many of the held characters are certain to belong to the answer's text."""
-        held = self._held
-        n = min((_before(held, stop) for stop in self._stops), default=len(held))
-        if self._tools:
-            n, self._fresh, self._thinking = free_prefix(held[:n], self._fresh, self._thinking)
-        return n
+        return self._outside_calls(piece)
 
 
 def _before(text: str, word: str) -> int:
@@ -139,9 +131,8 @@ class Live:
         if not self._new or self._parted or self._renderer is None:
             return ""
         if self._pieces is None:
-            self._pieces = Pieces(
-                self._renderer.incremental_decoder(), self._request.stop, tools=bool(self._request.tools)
-            )
+            reader = self._renderer.reader if self._request.tools else None
+            self._pieces = Pieces(self._renderer.incremental_decoder(), self._request.stop, reader)
         new, self._new = self._new, array("i")
         text = self._pieces.feed(new)
         # After a retry, the first `len(_again)` characters were already sent. They are compared and not sent again.

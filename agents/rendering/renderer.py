@@ -38,7 +38,9 @@ from .codec import (
     plain,
 )
 from .incremental_decoder import IncrementalDecoder
+from .response_reader import choose_reader
 from .template import Template, template_text
+from .tool_calls import CallReader
 
 if TYPE_CHECKING:
     from ..vision.vision import PictureTokens
@@ -133,11 +135,13 @@ class Renderer:
         special_text: Literal["split", "refuse"] = "split",
         template_kwargs: Mapping[str, JsonValue] | None = None,
         end_tokens: Sequence[str] = (),
+        response_template: Mapping[str, JsonValue] | None = None,
     ) -> None:
         """`pictures` knows the model's tokens for pictures and videos. If it is None, messages with pictures raise
         RenderError. `template_kwargs`, such as `{"enable_thinking": False}`, are passed to the template. `end_tokens`
         are further tokens that end an answer, in addition to the template's own end token and the end of sequence. For
-        Llama 3 with tools, this is `("<|eom_id|>",)`."""
+        Llama 3 with tools, this is `("<|eom_id|>",)`. `response_template` describes how the model writes calls and
+        thoughts. If it is None, the tokenizer's own is used, or a known one that fits the chat template."""
         for name, value, known in (
             ("history", history, ("sampled", "template")),
             ("special_text", special_text, ("split", "refuse")),
@@ -151,6 +155,10 @@ class Renderer:
         self._special = tokenizer.special_tokens_map
         self._codec = Codec(tokenizer, template_text(tokenizer), special_text=special_text)
         self._template = Template(tokenizer, self._codec, template_kwargs or {}, end_tokens)
+        self.reader: CallReader = choose_reader(
+            response_template, getattr(tokenizer, "response_template", None), template_text(tokenizer)
+        )
+        """Reads calls and thoughts in the model's answers."""
         self.pictures = pictures
         """Knows the model's tokens for pictures and videos. None if the model can't read pictures."""
         self.marker: int | None = None if pictures is None else self._codec.control.get(pictures.marker)
@@ -298,6 +306,10 @@ class Renderer:
             n -= 1
         text = self._codec.decode(ids[:n])
         return text.removesuffix(self._before_end) if n < len(ids) and self._before_end else text
+
+    def end_text(self, ids: Sequence[int]) -> str:
+        """Return the text of the token that ended a completion, or "" if it was cut off."""
+        return self._codec.token(ids[-1]) if len(ids) and ids[-1] in self.end_ids else ""
 
     def text_ids(self, text: str, *, begin: bool = True, end: bool = False) -> array[int]:
         """Return the ids of plain text that isn't in a conversation. `begin` and `end` add the tokenizer's

@@ -1,8 +1,9 @@
-"""Reads the function calls in a model's answer, in the formats that models write.
+"""Reads the function calls and thoughts in a model's answer.
 
-`Reply.tool_calls`, `ChatAgent` and the gateway all use `read_tool_calls`. Each format has a mark and a function that
-finds the calls after the mark. To support another model family, add its format to `_FORMATS`. Text inside a thought
-(`<think>...</think>`) is never a call, because a model that thinks about a call hasn't made it.
+A `CallReader` reads the answers of one model family. `HermesReader` reads the formats of Hermes, Qwen and Llama 3, and
+also serves engines without a renderer. `response_reader` reads other formats by a declarative description. Text inside
+a thought (`<think>...</think>`) is never a call, because a model that thinks about a call hasn't made it. An answer
+that was cut off has no calls, because the model hadn't finished it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 from pydantic import BaseModel, JsonValue
 
@@ -26,9 +27,10 @@ _KEYS = frozenset({"name", "arguments", "parameters", "id", "type"})
 _SHAPE = 'A call is a JSON object with "name" and "arguments".'
 _HEAD = re.compile(r'\{\s*(?:"(?:type|id)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*("(?:[^"\\]|\\.)*")')
 """Matches the beginning of a call, up to and including its name, even if the rest isn't valid JSON."""
-_LEXED = re.compile(r'(?:[^"<\\]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
-"""Matches text that may be JSON. The match ends before a `<` or `\\` outside of strings, and before a string without an
-end. So it never runs past the next mark outside of strings, and reading all calls takes linear time."""
+_LEXED = re.compile(r'(?:[\s{}\[\]:,;0-9.eE+-]++|"(?:[^"\\]++|\\.)*+"|true|false|null|NaN|Infinity)*+', re.DOTALL)
+"""Matches text that may be JSON values, separated by white space or `;`. The match ends before a character that JSON
+doesn't have outside of strings, and before a string without an end. So it never runs past the next mark outside of
+strings, and reading all calls takes linear time."""
 _TAGGED_END = re.compile(rf"\s*(?:{_END_TAG}|(?={_TAG})|\Z)")
 _ANY_TAG = re.compile(f"{_TAG}|{_END_TAG}")
 _SPACE = re.compile(r"\s*")
@@ -49,14 +51,53 @@ class CallsRead:
     chat: tuple[Message, ...] = ()
     """All calls that have a name, in the chat format. A call's arguments are JSON text, or the model's own text if it
     isn't valid JSON. A call's id is empty if the engine gave none."""
+    reasoning: str = ""
+    """The text of the answer's thoughts, without their marks. Several thoughts are on separate lines."""
+    answer: str = ""
+    """The answer's text without its thoughts and without its calls."""
+
+    def answering(self, answer: str) -> CallsRead:
+        """Return the same with this `answer`."""
+        return replace(self, answer=answer)
 
 
-class _Written(NamedTuple):
-    """The position of a call in the answer's text, and the call's JSON, which may be invalid."""
+class Span(NamedTuple):
+    """The position of a call or thought in the answer's text, and the text between its marks, which may be invalid."""
 
     start: int
     end: int
     body: str
+
+
+class CallReader(Protocol):
+    """Reads the answers of one model family."""
+
+    def read(
+        self,
+        text: str,
+        tools: Collection[str | Mapping[str, JsonValue]] | None,
+        *,
+        prompt: str = "",
+        end: str = "",
+        cut: bool = False,
+    ) -> CallsRead:
+        """Read an answer. `tools` has the names or schemas of the offered tools. If it is None, no text is a call.
+        `prompt` is the end of the prompt, which may have opened a thought. `end` is the text of the token that ended
+        the answer, which isn't in `text`. `cut` is true if the answer was cut off. Then it has no calls."""
+        ...
+
+    def stream(self) -> AnswerStream:
+        """Return an object that says how much of a streamed answer with tools can be sent."""
+        ...
+
+
+class AnswerStream(Protocol):
+    """Holds back the text of one streamed answer that may be the beginning of a call."""
+
+    def feed(self, text: str) -> str:
+        """Add text, and return the text that can be sent now. Sent text is the beginning of `CallsRead.content`,
+        whatever text follows."""
+        ...
 
 
 def read_tool_calls(
@@ -65,21 +106,61 @@ def read_tool_calls(
     *,
     native: Sequence[Mapping[str, JsonValue]] = (),
     thinking: bool = False,
+    cut: bool = False,
 ) -> CallsRead:
-    """Return the function calls in a model's answer.
+    """Return the function calls in a model's answer, in the formats of Hermes, Qwen and Llama 3.
 
     `tools` has the names or schemas of the offered tools. A JSON object after a mark such as `<tool_call>` is always a
     call. Without a mark, it is a call only if it names an offered tool. `native` has the calls that the engine itself
     has parsed, in the chat format. If there are any, the text isn't read. `thinking` is true if the answer begins
-    inside a thought that the prompt has opened.
+    inside a thought that the prompt has opened. `cut` is true if the answer was cut off. Then it has no calls.
     """
     if native:
-        return _read(text, [_native_call(call) for call in native])
-    names = {tool if isinstance(tool, str) else tool_name(tool) for tool in tools} - {""}
-    written = _find(text, names, thinking)
-    entries = [_written_call(one.body) for one in written]
-    named = [one for one, (call, _) in zip(written, entries, strict=True) if call is not None]
-    return _read(_around(text, named), entries)
+        return read_calls(text, [], [_native_call(call) for call in native], [], cut=cut)
+    written, thoughts = _find(text, tool_names(tools), thinking)
+    return read_calls(text, written, [_written_call(one.body) for one in written], thoughts, cut=cut)
+
+
+class HermesReader:
+    """Reads the formats of Hermes, Qwen 2.5 and 3 (`<tool_call>JSON</tool_call>`), and of Llama 3 (JSON)."""
+
+    def read(
+        self,
+        text: str,
+        tools: Collection[str | Mapping[str, JsonValue]] | None,
+        *,
+        prompt: str = "",
+        end: str = "",
+        cut: bool = False,
+    ) -> CallsRead:
+        """Read an answer, as `CallReader.read` describes."""
+        # A template such as DeepSeek's may begin the model's thought at the end of the prompt.
+        thinking = prompt.rstrip().endswith(_THINK)
+        if tools is None:
+            return read_calls(text, [], [], _find(text, None, thinking)[1])
+        return read_tool_calls(text, tools, thinking=thinking, cut=cut)
+
+    def stream(self) -> AnswerStream:
+        """Return an object that says how much of a streamed answer can be sent."""
+        return _HermesStream()
+
+
+class _HermesStream:
+    def __init__(self) -> None:
+        self._held = ""
+        self._fresh, self._thinking = True, False
+        """The arguments `fresh` and `thinking` of `free_prefix`, which describe the position where `_held` begins."""
+
+    def feed(self, text: str) -> str:
+        held = self._held + text
+        n, self._fresh, self._thinking = free_prefix(held, self._fresh, self._thinking)
+        self._held = held[n:]
+        return held[:n]
+
+
+def tool_names(tools: Collection[str | Mapping[str, JsonValue]]) -> set[str]:
+    """Return the names of the offered tools."""
+    return {tool if isinstance(tool, str) else tool_name(tool) for tool in tools} - {""}
 
 
 def tool_name(schema: Mapping[str, JsonValue]) -> str:
@@ -117,21 +198,24 @@ def free_prefix(text: str, fresh: bool, thinking: bool) -> tuple[int, bool, bool
         return at + n, fresh and not n, False
 
 
-def _find(text: str, names: Collection[str], thinking: bool) -> list[_Written]:
-    """Return the calls outside of thoughts. If a string in a call contains a mark, the mark is part of that call."""
-    found: list[_Written] = []
-    at, fresh = 0, True
+def _find(text: str, names: Collection[str] | None, thinking: bool) -> tuple[list[Span], list[Span]]:
+    """Return the calls outside of thoughts, and the thoughts. If a string in a call contains a mark, the mark is part
+    of that call. If `names` is None, nothing is a call."""
+    found, thoughts = list[Span](), list[Span]()
+    at, opened, fresh = 0, 0, True
     while True:
         if thinking:
             end = text.find(_END_THINK, at)
             if end < 0:
-                return found
+                thoughts.append(Span(opened, len(text), text[at:]))
+                return found, thoughts
+            thoughts.append(Span(opened, end + len(_END_THINK), text[at:end]))
             at, fresh, thinking = end + len(_END_THINK), True, False
-        calls = list(_objects(text, at, names)) if fresh else []
+        calls = list(_objects(text, at, names)) if fresh and names is not None else []
         mark = None if calls else _MARK.search(text, at)
         if mark is None and not calls:
-            return found
-        if mark is not None and mark[0] in _FORMATS:
+            return found, thoughts
+        if mark is not None and mark[0] in _FORMATS and names is not None:
             calls = _FORMATS[mark[0]](text, mark.end())
             calls[0] = calls[0]._replace(start=mark.start())
         fresh = False
@@ -139,7 +223,7 @@ def _find(text: str, names: Collection[str], thinking: bool) -> list[_Written]:
             found += calls
             at = calls[-1].end
         elif mark is not None:
-            at, thinking = mark.end(), mark[0] == _THINK
+            at, opened, thinking = mark.end(), mark.start(), mark[0] == _THINK
             if mark[0] == _END_THINK:
                 # A thought ends here that the prompt or a lost token opened, so all text before this point belongs to
                 # the thought.
@@ -147,33 +231,33 @@ def _find(text: str, names: Collection[str], thinking: bool) -> list[_Written]:
                 fresh = True
 
 
-def _tagged(text: str, at: int) -> list[_Written]:
+def _tagged(text: str, at: int) -> list[Span]:
     """Return the call after a mark in the format of Hermes and Qwen, `<tool_call>JSON</tool_call>`. The end tag may be
     missing, for example because it is the token that ended the answer."""
     begin = _after(_SPACE, text, at)
     end = _json_end(_lexed(text, begin), 0)
     tag = _TAGGED_END.match(text, begin + end) if end is not None else None
     if tag is not None and end is not None:
-        return [_Written(at, tag.end(), text[begin : begin + end])]
+        return [Span(at, tag.end(), text[begin : begin + end])]
     # Broken JSON ends at the nearest tag, or at the end of the text if there is no tag.
     nearest = _ANY_TAG.search(text, at)
     end = nearest.start() if nearest is not None else len(text)
-    return [_Written(at, end + len(_END_TAG) * text.startswith(_END_TAG, end), text[begin:end])]
+    return [Span(at, end + len(_END_TAG) * text.startswith(_END_TAG, end), text[begin:end])]
 
 
-def _run(text: str, at: int) -> list[_Written]:
+def _run(text: str, at: int) -> list[Span]:
     """Return the calls after a mark in the format of Llama 3, which is JSON objects separated by `;`."""
-    return list(_objects(text, at)) or [_Written(at, len(text), text[at:])]
+    return list(_objects(text, at)) or [Span(at, len(text), text[at:])]
 
 
-_FORMATS: Mapping[str, Callable[[str, int], list[_Written]]] = {_TAG: _tagged, "<|python_tag|>": _run}
+_FORMATS: Mapping[str, Callable[[str, int], list[Span]]] = {_TAG: _tagged, "<|python_tag|>": _run}
 """The function that reads each format's calls, by the format's mark. The function gets the text and the index after the
 mark. It returns at least one call, which may be broken. `_find` itself handles calls without a mark (Llama 3)."""
 _MARKS = (*_FORMATS, _THINK, _END_THINK)
 _MARK = re.compile("|".join(map(re.escape, _MARKS)))
 
 
-def _objects(text: str, at: int, names: Collection[str] | None = None) -> Iterator[_Written]:
+def _objects(text: str, at: int, names: Collection[str] | None = None) -> Iterator[Span]:
     """Yield the JSON objects from `at` on, separated by white space or `;`. A broken object extends to the end of the
     text. If `names` is given, the series ends before the first object that names none of these tools."""
     at = _after(_SPACE, text, at)
@@ -185,8 +269,17 @@ def _objects(text: str, at: int, names: Collection[str] | None = None) -> Iterat
             return
         end = end or len(text)
         following = _after(_BETWEEN, text, end)
-        yield _Written(at, following, text[at:end])
+        yield Span(at, following, text[at:end])
         at = following
+
+
+def json_end(text: str, at: int) -> int | None:
+    """Return the end of the JSON value that begins at `at`, or None if no valid value begins there. The time doesn't
+    depend on the text after the value's own characters."""
+    try:
+        return at + _json.raw_decode(text[at : _after(_LEXED, text, at)])[1]
+    except (ValueError, RecursionError):
+        return None
 
 
 def _lexed(text: str, at: int) -> str:
@@ -220,7 +313,7 @@ def _native_call(call: Mapping[str, JsonValue]) -> tuple[Message | None, str]:
     """Return (call, fault) for a call that an engine has parsed. `call` is in the chat format, or None if it has no
     name. `fault` is "" if the call is valid."""
     try:
-        return _chat(*_parts(dict(call)), id=str(call.get("id") or "")), ""
+        return chat_call(*_parts(dict(call)), id=str(call.get("id") or "")), ""
     except ValueError as error:
         return None, str(error)
 
@@ -233,16 +326,16 @@ def _written_call(body: str) -> tuple[Message | None, str]:
             value = read_plain(body)
         except ValueError as error:
             raise ValueError(f"The call is not valid JSON: {error}.") from None
-        return _chat(*_parts(value)), ""
+        return chat_call(*_parts(value)), ""
     except ValueError as error:
         # The text after the call's name is kept as it is. A program that gets the call can't read this text either, and
         # will say so to the model.
         head = _HEAD.match(body)
         tail = body[head.end() :].strip() if head is not None else ""
-        return _chat(head[1][1:-1], tail) if head is not None and tail else None, str(error)
+        return chat_call(head[1][1:-1], tail) if head is not None and tail else None, str(error)
 
 
-def _parts(call: JsonValue) -> tuple[str, JsonValue]:
+def _parts(call: object) -> tuple[str, JsonValue]:
     """Return (name, arguments) of a call, which may be in the chat format. Raises ValueError with the call's fault.
 
     A key other than name and arguments is a fault, because it may be an argument that the tool wouldn't get.
@@ -259,14 +352,42 @@ def _parts(call: JsonValue) -> tuple[str, JsonValue]:
     return name, {} if arguments is None or arguments == "" else arguments
 
 
-def _chat(name: str, arguments: JsonValue, id: str = "") -> Message:
+def checked_call(call: object) -> tuple[str, dict[str, JsonValue]]:
+    """Return (name, arguments) of a call, which may be in the chat format. Raises ValueError with the call's fault."""
+    name, arguments = _parts(call)
+    if isinstance(arguments, str):
+        try:
+            arguments = read_plain(arguments)
+        except ValueError as error:
+            raise ValueError(f"The arguments are not valid JSON: {error}.") from None
+    if not isinstance(arguments, dict):
+        raise ValueError(_SHAPE)
+    return name, arguments
+
+
+def chat_call(name: str, arguments: JsonValue, id: str = "") -> Message:
+    """Return a call in the chat format."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
-def _read(content: str, entries: Sequence[tuple[Message | None, str]]) -> CallsRead:
+def read_calls(
+    text: str,
+    written: Sequence[Span],
+    entries: Sequence[tuple[Message | None, str]],
+    thoughts: Sequence[Span],
+    *,
+    cut: bool = False,
+) -> CallsRead:
     """Return the calls and faults in `entries`. Each entry is (call, fault). `call` is in the chat format or None, and
-    `fault` is "" if no fault is known yet."""
+    `fault` is "" if no fault is known yet. `written` has the place of each entry in the text, or is empty if the calls
+    aren't in the text. If the answer was cut off, it has no calls."""
+    fault = "The answer was cut off before its end, so it makes no call." if cut and entries else ""
+    if fault:
+        written, entries = [], []
+    named = [one for one, (call, _) in zip(written, entries, strict=bool(written)) if call is not None]
+    reasoning = "\n".join(body for one in thoughts if (body := one.body.strip()))
+    content, answer = _around(text, named), _around(text, sorted((*named, *thoughts)))
     calls: list[ToolCall] = []
     problems: list[str] = []
     for k, (call, problem) in enumerate(entries):
@@ -277,30 +398,24 @@ def _read(content: str, entries: Sequence[tuple[Message | None, str]]) -> CallsR
         except ValueError as error:
             place = f"Call {k + 1} of {len(entries)}: " if len(entries) > 1 else ""
             problems.append(f"{place}{error}")
-    return CallsRead(content, tuple(calls), " ".join(problems), tuple(call for call, _ in entries if call is not None))
+    chat = tuple(call for call, _ in entries if call is not None)
+    return CallsRead(content, tuple(calls), fault or " ".join(problems), chat, reasoning, answer)
 
 
 def _tool_call(call: Message, k: int) -> ToolCall:
     """Return the `ToolCall` for a call in the chat format. Raises ValueError with the call's fault."""
-    name, arguments = _parts(call)
-    if isinstance(arguments, str):
-        try:
-            arguments = read_plain(arguments)
-        except ValueError as error:
-            raise ValueError(f"The arguments are not valid JSON: {error}.") from None
-    if not isinstance(arguments, dict):
-        raise ValueError(_SHAPE)
+    name, arguments = checked_call(call)
     return ToolCall(id=str(call.get("id") or f"call_{k}"), name=name, arguments=arguments)
 
 
-def _around(text: str, calls: Sequence[_Written]) -> str:
-    """Return the text without these calls. White space at the end of the text before the first call is removed. The
+def _around(text: str, spans: Sequence[Span]) -> str:
+    """Return the text without these spans. White space at the end of the text before the first span is removed. The
     later pieces go on separate lines."""
-    if not calls:
+    if not spans:
         return text
-    gaps = zip(calls, [*calls[1:], None], strict=True)
+    gaps = zip(spans, [*spans[1:], None], strict=True)
     behind = [text[one.end : following.start if following else None].strip() for one, following in gaps]
-    return "\n".join(part for part in (text[: calls[0].start].rstrip(), *behind) if part)
+    return "\n".join(part for part in (text[: spans[0].start].rstrip(), *behind) if part)
 
 
 def _after(pattern: re.Pattern[str], text: str, at: int) -> int:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self, cast
 
-from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
 from ...envs.load_named import load_function
 from ...tapes.common.config import Config
 from ...tapes.common.hub import model_folder
+from ...tapes.common.plain_json import read_plain
 from ...tapes.common.redact import names_secret
 from ...tapes.errors import MissingExtra, UsageError
 from ...tapes.records import Publish
@@ -47,9 +48,23 @@ class RendererConfig(Config):
     """Arguments for the chat template, such as `{"enable_thinking": False}`."""
     end_tokens: tuple[str, ...] = ()
     """Tokens that end an answer, in addition to those of the template and of the model's `generation_config.json`."""
+    response_template: dict[str, JsonValue] | None = None
+    """How the model writes thoughts and tool calls: a `response_template` of transformers, or the path of a JSON file
+    that holds one. None takes the tokenizer's own, or a known one that fits the chat template. The run records the
+    template itself."""
     video: VideoTokens = "frames"
     """How the model reads a video. `frames`: each frame is a picture, preceded by its time as text. `native`: the video
     becomes the video tokens of Qwen2.5-VL or Qwen3-VL. This needs an embedded engine and the extra `video`."""
+
+    @field_validator("response_template", mode="before")
+    @classmethod
+    def _read_file(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        try:
+            return read_plain(Path(value).read_bytes())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{value!r} isn't a JSON file with a response template: {error}") from error
 
     def make(
         self, tokenizer: ChatTokenizer, pictures: PictureTokens | None = None, ends: Sequence[str] = ()
@@ -68,6 +83,7 @@ class RendererConfig(Config):
             special_text=self.special_text,
             template_kwargs=self.template_kwargs,
             end_tokens=(*self.end_tokens, *ends),
+            response_template=self.response_template,
         )
 
     def load(self, folder: str | Path) -> Renderer:

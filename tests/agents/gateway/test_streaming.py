@@ -15,7 +15,6 @@ from tapereel.agents.gateway import chat_protocol
 from tapereel.agents.gateway.dialect import Asked
 from tapereel.agents.gateway.gateway_session import Live
 from tapereel.agents.rendering.renderer import Renderer
-from tapereel.agents.rendering.tool_calls import read_tool_calls
 
 from ..families import FAMILIES, tokenizer
 from .lab import RENDERER
@@ -87,7 +86,7 @@ def whole(name: str, ids: list[int], asked: Asked) -> str:
     renderer = RENDERERS[name]
     made = Completion(text=renderer.decode(ids), ids=array("i", ids))
     text = (cut_at_stop(made, asked.stop, renderer.decode) if asked.stop else made).text or ""
-    return read_tool_calls(text, ["add"]).content if asked.tools else text
+    return renderer.reader.read(text, ["add"]).content if asked.tools else text
 
 
 SIZES = st.lists(st.integers(1, 5), max_size=30)

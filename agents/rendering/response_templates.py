@@ -1,0 +1,254 @@
+"""How each model family writes thoughts and calls, as response templates of transformers.
+
+A renderer looks for a response template in the setting `engine.renderer.response_template`, then in the tokenizer, and
+then here. `FORMATS` is searched for the first format whose marks are all in the chat template. To add a format:
+
+    FORMATS["mine"] = Format(("<|my_call|>",), {"start_anchor": "<|assistant|>", "fields": {...}})
+
+The keys of a response template are described in transformers' documentation ("Response parsing"). Tapereel reads the
+fields `tool_calls` and `content`, and every other text field is a thought. The patterns are those of the package
+`regex`. `\\G` in a pattern matches at the end of the region before. If content has no closing mark here, it ends with
+the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import JsonValue
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How one model family writes its answers."""
+
+    marks: tuple[str, ...]
+    """Text that the family's chat template contains, all of it."""
+    template: Mapping[str, JsonValue] | None
+    """The response template. None stands for `HermesReader`."""
+
+
+_NAMED: Any = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+"""The name is in the opening mark."""
+_LISTED: Any = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
+"""The region is a list of objects with name and arguments."""
+_STRING = r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\""""
+_NESTED = rf"(?P<nested>[\[{{](?:{_STRING}|[^\[\]{{}}'\"]++|(?&nested))*+[\]}}])"
+"""Matches a list or dict in Python's syntax."""
+_THINK: Any = {"open": "<think>", "close": "</think>", "content": "text"}
+_TEXT: Any = {"content": "text"}
+
+
+def _tagged(opens: str, closes: str, tag: str, parser: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the field for calls with one tag for each argument. `parser` reads the values. None keeps them as text,
+    and the types in the tool's schema decide."""
+    return {
+        "open_pattern": opens,
+        "close_pattern": closes,
+        "repeats": True,
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": tag, **({"value_parser": parser} if parser else {})},
+        "transform": _NAMED,
+    }
+
+
+def _json(opens: str, closes: str) -> dict[str, Any]:
+    """Return the field for calls whose arguments are JSON after an opening mark with the name."""
+    return {
+        "open_pattern": opens,
+        "close_pattern": closes,
+        "repeats": True,
+        "content": "json",
+        "transform": _NAMED,
+    }
+
+
+def _list(opens: str, closes: str) -> dict[str, Any]:
+    """Return the field for calls that are a JSON list."""
+    return {
+        "open_pattern": opens,
+        "close_pattern": closes,
+        "content": "json",
+        "transform": _LISTED,
+        "transform_each": True,
+    }
+
+
+_XML = _tagged(
+    r"<tool_call>\s*<function=(?P<name>[^\n<>]+)>",
+    r"</function>\s*</tool_call>",
+    r"<parameter=(?P<key>[^\n<>]+)>\n?(?P<value>.*?)\n?</parameter>",
+)
+
+FORMATS: dict[str, Format] = {
+    # Qwen3-Coder, Qwen 3.5, 3.6 and 3.8, Nemotron 3
+    "qwen3_coder": Format(
+        ("<tool_call>", "<function=", "<parameter="),
+        {
+            "start_anchor": "<|im_start|>assistant\n",
+            "fields": {"reasoning_content": _THINK, "tool_calls": _XML, "content": _TEXT},
+        },
+    ),
+    # GLM 4.5 to 4.7
+    "glm": Format(
+        ("<tool_call>", "<arg_key>"),
+        {
+            "start_anchor": "<|assistant|>",
+            "fields": {
+                "reasoning_content": _THINK,
+                "tool_calls": _tagged(
+                    r"<tool_call>(?P<name>[^\s<>]+)\s*",
+                    r"</tool_call>",
+                    r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+                ),
+                "content": _TEXT,
+            },
+        },
+    ),
+    # gpt-oss. The recipient is in the role, as the template writes it, or in the channel, as the model often does.
+    "gpt_oss": Format(
+        ("<|channel|>", "to=functions."),
+        {
+            "start_anchor": "<|start|>assistant",
+            "fields": {
+                "thinking": {
+                    "open": "<|channel|>analysis<|message|>",
+                    "close_pattern": r"<\|end\|>(?:<\|start\|>assistant)?",
+                    "content": "text",
+                },
+                "content": {
+                    "open_pattern": r"<\|channel\|>(?:final|commentary)(?: <\|constrain\|>\w+)?<\|message\|>",
+                    "close_pattern": r"<\|(?:end|return)\|>(?:<\|start\|>assistant)?",
+                    "content": "text",
+                },
+                "tool_calls": _json(
+                    r"(?: to=functions\.(?P<name>[\w.-]+)<\|channel\|>(?:commentary|analysis)"
+                    r"|<\|channel\|>(?:commentary|analysis) to=functions\.(?P<name>[\w.-]+))"
+                    r"(?: ?<\|constrain\|>)?(?: ?json)?<\|message\|>",
+                    r"<\|call\|>(?:<\|start\|>assistant)?",
+                ),
+            },
+        },
+    ),
+    "kimi_k2": Format(
+        ("<|tool_call_argument_begin|>",),
+        {
+            "start_anchor": "<|im_middle|>",
+            "fields": {
+                "reasoning_content": _THINK,
+                "tool_calls": _json(
+                    r"(?:<\|tool_calls_section_begin\|>)?<\|tool_call_begin\|>(?:functions\.)?(?P<name>[^\s:<>]+):\d+"
+                    r"<\|tool_call_argument_begin\|>",
+                    r"<\|tool_call_end\|>(?:<\|tool_calls_section_end\|>)?",
+                ),
+                "content": _TEXT,
+            },
+        },
+    ),
+    # DeepSeek V3 and R1
+    "deepseek_v3": Format(
+        ("<｜tool▁call▁begin｜>", "```json"),
+        {
+            "start_anchor": "<｜Assistant｜>",
+            "fields": {
+                "reasoning_content": _THINK,
+                "tool_calls": _json(
+                    r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\s<>]+)\n```json\n",
+                    r"\n```<｜tool▁call▁end｜>(?:\n?<｜tool▁calls▁end｜>)?",
+                ),
+                "content": _TEXT,
+            },
+        },
+    ),
+    "deepseek_v31": Format(
+        ("<｜tool▁call▁begin｜>",),
+        {
+            "start_anchor": "<｜Assistant｜>",
+            "fields": {
+                "reasoning_content": _THINK,
+                "tool_calls": _json(
+                    r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?P<name>[^\s<>]+)<｜tool▁sep｜>",
+                    r"<｜tool▁call▁end｜>(?:<｜tool▁calls▁end｜>)?",
+                ),
+                "content": _TEXT,
+            },
+        },
+    ),
+    "minimax_m2": Format(
+        ("<minimax:tool_call>", "<invoke"),
+        {
+            "start_anchor": "]~b]ai\n",
+            "fields": {
+                "reasoning_content": _THINK,
+                "tool_calls": _tagged(
+                    r"(?:<minimax:tool_call>\s*)?<invoke name=\"(?P<name>[^\"<>]+)\">",
+                    r"</invoke>(?:\s*</minimax:tool_call>)?",
+                    r"<parameter name=\"(?P<key>[^\"]+)\">(?P<value>.*?)</parameter>",
+                ),
+                "content": _TEXT,
+            },
+        },
+    ),
+    # Mistral from v11 on: a name and an object for each call
+    "mistral_v11": Format(
+        ("[TOOL_CALLS]", "[ARGS]"),
+        {
+            "start_anchor": "[/INST]",
+            "fields": {
+                "thinking": {"open": "[THINK]", "close": "[/THINK]", "content": "text"},
+                "reasoning_content": _THINK,
+                "tool_calls": _json(
+                    r"\[TOOL_CALLS\](?P<name>[^\s\[\]{}]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\s*\{)",
+                    r"(?=\[TOOL_CALLS\])|</s>",
+                ),
+                "content": _TEXT,
+            },
+        },
+    ),
+    # Mistral before v11: one list of calls
+    "mistral": Format(
+        ("[TOOL_CALLS]",),
+        {
+            "start_anchor": "[/INST]",
+            "fields": {
+                "reasoning_content": _THINK,
+                "tool_calls": _list(r"\[TOOL_CALLS\]", r"</s>"),
+                "content": _TEXT,
+            },
+        },
+    ),
+    "phi4_mini": Format(
+        ("<|tool|>",),
+        {
+            "start_anchor": "<|assistant|>",
+            "fields": {
+                "reasoning_content": _THINK,
+                "tool_calls": _list(r"functools(?=\[)|<\|tool_call\|>", r"<\|/tool_call\|>|<\|end\|>"),
+                "content": _TEXT,
+            },
+        },
+    ),
+    # Calls in Python's syntax: Llama 3.2 and Llama 4. The list of calls is the whole answer.
+    "pythonic": Format(
+        ("func_name1(",),
+        {
+            "start_anchor_pattern": r"assistant<\|(?:end_header_id|header_end)\|>\n\n",
+            "fields": {
+                "reasoning_content": _THINK,
+                "tool_calls": _tagged(
+                    r"\G(?:\s*(?:<\|python_start\|>)?\[|,\s*)(?P<name>[A-Za-z_][\w.]*)\(",
+                    r"\)(?=\s*,)|\)\](?:<\|python_end\|>)?\s*(?:<\|eot_id\|>|<\|eom_id\|>|<\|eot\|>|<\|eom\|>)",
+                    rf"(?P<key>\w+)=(?P<value>{_STRING}|{_NESTED}|[-+.\w]+)(?=\s*[,)])",
+                    {"name": "json", "args": {"string_delims": [["'", "'"]], "allow_non_json": True}},
+                ),
+                "content": _TEXT,
+            },
+        },
+    ),
+    # Hermes, Qwen 2.5 and Qwen 3, and Llama 3 with JSON
+    "hermes": Format(("<tool_call>",), None),
+    "llama3": Format(("parameters", "<|eot_id|>"), None),
+}
+"""The formats by name, in the order in which they are tried."""

@@ -1,0 +1,200 @@
+"""How each model family writes thoughts and calls, and what the readers make of five cases of each.
+
+python -m tests.agents.rendering.answer_formats      writes the table into docs/tools.md
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tapereel.agents.rendering.response_reader import ResponseReader
+from tapereel.agents.rendering.response_templates import FORMATS
+from tapereel.agents.rendering.tool_calls import CallReader, HermesReader
+
+from .templates_table import page
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "tools.md"
+BEGIN = "<!-- made by tests/agents/rendering/answer_formats.py -->\n"
+
+Arguments = dict[str, Any]
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "s": {"type": "string"}}}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
+ONE: Arguments = {"a": 2, "s": "y"}
+OTHER: Arguments = {"a": -3, "s": "75001"}
+
+
+def _objects(calls: tuple[Arguments, ...], key: str = "arguments") -> list[str]:
+    return [json.dumps({"name": "add", key: call}) for call in calls]
+
+
+def _hermes(*calls: Arguments) -> str:
+    return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in _objects(calls))
+
+
+def _llama(*calls: Arguments) -> str:
+    return "; ".join(_objects(calls, "parameters"))
+
+
+def _coder(*calls: Arguments) -> str:
+    def body(call: Arguments) -> str:
+        return "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in call.items())
+
+    return "\n".join(f"<tool_call>\n<function=add>\n{body(call)}</function>\n</tool_call>" for call in calls)
+
+
+def _glm(*calls: Arguments) -> str:
+    def body(call: Arguments) -> str:
+        return "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in call.items())
+
+    return "\n".join(f"<tool_call>add\n{body(call)}</tool_call>" for call in calls)
+
+
+def _harmony(*calls: Arguments) -> str:
+    return "<|call|><|start|>assistant".join(
+        f" to=functions.add<|channel|>commentary json<|message|>{json.dumps(call)}" for call in calls
+    )
+
+
+def _harmony_sampled(*calls: Arguments) -> str:
+    return "<|call|><|start|>assistant".join(
+        f"<|channel|>commentary to=functions.add <|constrain|>json<|message|>{json.dumps(call)}" for call in calls
+    )
+
+
+def _mistral(*calls: Arguments) -> str:
+    return f"[TOOL_CALLS][{', '.join(_objects(calls))}]"
+
+
+def _mistral_v11(*calls: Arguments) -> str:
+    return "".join(f"[TOOL_CALLS]add[ARGS]{json.dumps(call)}" for call in calls)
+
+
+def _phi(*calls: Arguments) -> str:
+    return f"functools[{', '.join(_objects(calls))}]"
+
+
+def _kimi(*calls: Arguments) -> str:
+    each = (
+        f"<|tool_call_begin|>functions.add:{k}<|tool_call_argument_begin|>{json.dumps(call)}<|tool_call_end|>"
+        for k, call in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{''.join(each)}<|tool_calls_section_end|>"
+
+
+def _deepseek_v3(*calls: Arguments) -> str:
+    each = (
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{json.dumps(call)}\n```<｜tool▁call▁end｜>"
+        for call in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{chr(10).join(each)}<｜tool▁calls▁end｜>"
+
+
+def _deepseek_v31(*calls: Arguments) -> str:
+    each = (f"<｜tool▁call▁begin｜>add<｜tool▁sep｜>{json.dumps(call)}<｜tool▁call▁end｜>" for call in calls)
+    return f"<｜tool▁calls▁begin｜>{''.join(each)}<｜tool▁calls▁end｜>"
+
+
+def _minimax(*calls: Arguments) -> str:
+    def body(call: Arguments) -> str:
+        return "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in call.items())
+
+    each = "\n".join(f'<invoke name="add">\n{body(call)}</invoke>' for call in calls)
+    return f"<minimax:tool_call>\n{each}\n</minimax:tool_call>"
+
+
+def _pythonic(*calls: Arguments) -> str:
+    each = ("add(" + ", ".join(f"{key}={value!r}" for key, value in call.items()) + ")" for call in calls)
+    return f"[{', '.join(each)}]"
+
+
+@dataclass(frozen=True)
+class Writer:
+    """How a family writes an answer."""
+
+    title: str
+    format: str
+    """Name in `FORMATS`."""
+    write: Callable[..., str]
+    end: str
+    """The token that ends an answer with a call."""
+    mark: str
+    """A mark that ends a call, which a string may contain."""
+    thought: str = "<think>\n{}\n</think>\n\n"
+    prompt: str = ""
+    """The end of the prompt, if it opens the thought."""
+
+    @property
+    def reader(self) -> CallReader:
+        template = FORMATS[self.format].template
+        return HermesReader() if template is None else ResponseReader(template)
+
+    def cases(self) -> dict[str, tuple[str, list[Arguments]]]:
+        """Each case's text, and the calls in it."""
+        opened = "</think>\n\n" if self.prompt else ""
+        tricky = {"a": 2, "s": f'it\'s {self.mark}, "x" {{1}}'}
+        return {
+            "one call": (opened + self.write(ONE), [ONE]),
+            "two calls": (opened + self.write(ONE, OTHER), [ONE, OTHER]),
+            "thought and call": (self.thought.format("I add them.") + self.write(ONE), [ONE]),
+            "call in a thought": (self.thought.format(f"I may write {self.write(ONE)} .") + "No.", []),
+            "mark in a string": (opened + self.write(tricky), [tricky]),
+        }
+
+
+HARMONY = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant"
+WRITERS = (
+    Writer("Hermes, Qwen 2.5, Qwen 3", "hermes", _hermes, "<|im_end|>", "</tool_call>"),
+    Writer("Llama 3.1 (JSON)", "llama3", _llama, "<|eot_id|>", "<|eot_id|>"),
+    Writer("Qwen3-Coder, Qwen 3.5 and 3.6", "qwen3_coder", _coder, "<|im_end|>", "</tool_call>"),
+    Writer(
+        "Nemotron 3",
+        "qwen3_coder",
+        _coder,
+        "<|im_end|>",
+        "</tool_call>",
+        "{}\n</think>\n\n",
+        "<|im_start|>assistant\n<think>\n",
+    ),
+    Writer("GLM 4.5", "glm", _glm, "<|observation|>", "</tool_call>"),
+    Writer("gpt-oss, as its template writes", "gpt_oss", _harmony, "<|call|>", "<|call|>", HARMONY),
+    Writer("gpt-oss, as it often samples", "gpt_oss", _harmony_sampled, "<|call|>", "<|call|>", HARMONY),
+    Writer("Mistral to v7", "mistral", _mistral, "</s>", "</s>"),
+    Writer("Mistral v11 and later", "mistral_v11", _mistral_v11, "</s>", "</s>", "[THINK]{}[/THINK]"),
+    Writer("Phi-4 mini", "phi4_mini", _phi, "<|end|>", "<|end|>"),
+    Writer("Kimi K2", "kimi_k2", _kimi, "<|im_end|>", "<|tool_call_end|>"),
+    Writer("DeepSeek V3, R1", "deepseek_v3", _deepseek_v3, "<｜end▁of▁sentence｜>", "<｜tool▁call▁end｜>"),
+    Writer("DeepSeek V3.1", "deepseek_v31", _deepseek_v31, "<｜end▁of▁sentence｜>", "<｜tool▁call▁end｜>"),
+    Writer("MiniMax M2", "minimax_m2", _minimax, "[e~[", "</invoke>"),
+    Writer("Python lists (Llama 3.2 and 4)", "pythonic", _pythonic, "<|eot_id|>", ")]<|eot_id|>"),
+)
+EXCEPTIONS: dict[tuple[str, str], str] = {}
+"""The reason for each case that isn't read, by title and case."""
+
+
+def found(writer: Writer, text: str, **more: Any) -> tuple[list[Arguments], str]:
+    """The arguments of the calls that are read, and the problem."""
+    more = {"end": writer.end, **more}
+    read = writer.reader.read(text, TOOLS, prompt=writer.prompt, **more)
+    assert all(call.name == "add" for call in read.calls)
+    return [call.arguments for call in read.calls], read.problem
+
+
+def table() -> str:
+    """The part of the page."""
+    cases = list(WRITERS[0].cases())
+    lines = ["| family | " + " | ".join(cases) + " |", "|---|" + "---|" * len(cases)]
+    for writer in WRITERS:
+        cells = []
+        for text, wanted in writer.cases().values():
+            got, problem = found(writer, text)
+            cells.append("read" if (got, problem) == (wanted, "") else "wrong" if got else "not read")
+        lines.append(f"| {writer.title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text("utf-8"), table(), begin=BEGIN, name="docs/tools.md"), "utf-8")
