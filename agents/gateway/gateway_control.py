@@ -38,7 +38,7 @@ from ..episode.agent import Agent
 from ..episode.limits import LimitReached, Limits
 from ..episode.llm import LLM
 from ..episode.rollout import rollout
-from ..setup.engine_config import make_engine
+from ..setup.engine_config import make_engine, warn_of_faults
 from ..setup.team_config import EpisodesConfig
 from .dialect import Refused, invalid
 from .gateway_server import Bounds, Gateway, json_response
@@ -431,6 +431,7 @@ async def serve_gateway(
     `out` holds a run and `resume` is false, or if `token` is too short.
     """
     made = await make_engine(config.engine)
+    warn_of_faults(made.engine.renderer, config.sampling)
     try:
         with open_run(Path(out), config, resume=resume) as directory:
             store = directory.store

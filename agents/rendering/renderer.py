@@ -39,7 +39,7 @@ from .codec import (
 )
 from .incremental_decoder import IncrementalDecoder
 from .response_reader import choose_reader
-from .template import Template, template_text
+from .template import EXAMPLE_CALL, EXAMPLE_TOOL, Template, template_text
 from .tool_calls import CallReader
 
 if TYPE_CHECKING:
@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 _BLANKS = "".join(map(chr, range(0xFDD2, 0xFDF0)))
 """Unicode noncharacters. One of them replaces the text of answers in comparisons that must ignore this text."""
+
+SHOWN = 120
+"""Maximum characters of a call that a sentence quotes."""
 
 __all__ = ["RenderError", "Rendered", "Renderer", "Track"]
 
@@ -329,9 +332,36 @@ class Renderer:
             self._codec.decode, ends=self.end_ids, byte_ids=self._codec.byte_ids, ending=self._before_end
         )
 
+    def faults(self) -> list[str]:
+        """Return sentences about faults of the model's folder or of the settings that would spoil rollouts: tool calls
+        that can't be read, and missing end tokens. The renderer renders a call with the model's own template and reads
+        it back, so the answer doesn't depend on a list of known models."""
+        found: list[str] = []
+        written = self._template.written_call()
+        if written is not None:
+            text, end = written
+            calls = self.reader.read(text, [EXAMPLE_TOOL], end=end).calls
+            if [(one.name, one.arguments) for one in calls] != [EXAMPLE_CALL]:
+                shown = plain(text).strip()
+                shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}…"
+                found.append(
+                    "tool calls of this model aren't read, and reach the agent as text: the chat template writes a "
+                    f"call as {shown!r}. Describe this format in engine.renderer.response_template"
+                    if shown
+                    else "the chat template leaves out the model's tool calls, so a model never sees its earlier calls"
+                )
+        if self._template.guessed_end:
+            names = ", ".join(repr(self._codec.token(id)) for id in self.end_ids)
+            found.append(
+                f"only the tokenizer's end of sequence {names} ends an answer: the chat template writes no end token "
+                "after an answer, and generation_config.json names none. Name the model's end tokens in "
+                "engine.renderer.end_tokens"
+            )
+        return found
+
     def probe(self) -> list[str]:
-        """Return sentences about the parts of history that this template rewrites or can't render. They are meant for a
-        report at the start of a run."""
+        """Return sentences about the parts of history that this template rewrites or can't render. `tapereel check
+        model` prints them."""
         return self._template.findings()
 
     def _mark(

@@ -76,9 +76,19 @@ def _list(opens: str, closes: str) -> dict[str, Any]:
     }
 
 
+def _python(opens: str, closes: str) -> dict[str, Any]:
+    """Return the field for a list of calls in Python's syntax. Each call is a region of its own."""
+    return _tagged(
+        rf"{opens}(?P<name>[A-Za-z_][\w.]*)\(",
+        rf"\)(?=\s*,)|\)\]{closes}",
+        rf"(?P<key>\w+)=(?P<value>{_STRING}|{_NESTED}|[-+.\w]+)(?=\s*[,)])",
+        {"name": "json", "args": {"string_delims": [["'", "'"]], "allow_non_json": True}},
+    )
+
+
 _XML = _tagged(
     r"<tool_call>\s*<function=(?P<name>[^\n<>]+)>",
-    r"</function>\s*</tool_call>",
+    r"(?:</function>\s*)?</tool_call>",
     r"<parameter=(?P<key>[^\n<>]+)>\n?(?P<value>.*?)\n?</parameter>",
 )
 
@@ -109,7 +119,7 @@ FORMATS: dict[str, Format] = {
     ),
     # gpt-oss. The recipient is in the role, as the template writes it, or in the channel, as the model often does.
     "gpt_oss": Format(
-        ("<|channel|>", "to=functions."),
+        ("<|channel|>", "functions."),
         {
             "start_anchor": "<|start|>assistant",
             "fields": {
@@ -156,7 +166,7 @@ FORMATS: dict[str, Format] = {
                 "reasoning_content": _THINK,
                 "tool_calls": _json(
                     r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\s<>]+)\n```json\n",
-                    r"\n```<｜tool▁call▁end｜>(?:\n?<｜tool▁calls▁end｜>)?",
+                    r"(?:\n```)?<｜tool▁call▁end｜>(?:\n?<｜tool▁calls▁end｜>)?",
                 ),
                 "content": _TEXT,
             },
@@ -237,12 +247,35 @@ FORMATS: dict[str, Format] = {
             "start_anchor_pattern": r"assistant<\|(?:end_header_id|header_end)\|>\n\n",
             "fields": {
                 "reasoning_content": _THINK,
-                "tool_calls": _tagged(
-                    r"\G(?:\s*(?:<\|python_start\|>)?\[|,\s*)(?P<name>[A-Za-z_][\w.]*)\(",
-                    r"\)(?=\s*,)|\)\](?:<\|python_end\|>)?\s*(?:<\|eot_id\|>|<\|eom_id\|>|<\|eot\|>|<\|eom\|>)",
-                    rf"(?P<key>\w+)=(?P<value>{_STRING}|{_NESTED}|[-+.\w]+)(?=\s*[,)])",
-                    {"name": "json", "args": {"string_delims": [["'", "'"]], "allow_non_json": True}},
+                "tool_calls": _python(
+                    r"\G(?:\s*(?:<\|python_start\|>)?\[|,\s*)",
+                    r"(?:<\|python_end\|>)?\s*(?:<\|eot_id\|>|<\|eom_id\|>|<\|eot\|>|<\|eom\|>)",
                 ),
+                "content": _TEXT,
+            },
+        },
+    ),
+    "lfm2": Format(
+        ("<|tool_call_start|>",),
+        {
+            "start_anchor": "<|im_start|>assistant\n",
+            "fields": {
+                "thinking": _THINK,
+                "tool_calls": _python(r"(?:<\|tool_call_start\|>\[|\G,\s*)", r"<\|tool_call_end\|>"),
+                "content": _TEXT,
+            },
+        },
+    ),
+    "gemma4": Format(
+        ("<|tool_call>call:",),
+        {
+            "start_anchor_pattern": r"<\|turn>model\n|<tool_response\|>",
+            "fields": {
+                "thinking": {"open": "<|channel>thought\n", "close": "<channel|>", "content": "text"},
+                "tool_calls": {
+                    **_json(r"<\|tool_call>call:(?P<name>[\w.-]+)", r"<tool_call\|>"),
+                    "content_args": {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
+                },
                 "content": _TEXT,
             },
         },

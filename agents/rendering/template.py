@@ -32,6 +32,9 @@ _CALL: dict[str, Any] = {
     "function": {"name": "lookup", "arguments": {"key": "pear"}},
 }
 
+EXAMPLE_TOOL, EXAMPLE_CALL = _TOOL, ("lookup", {"key": "pear"})
+"""A tool, and the name and arguments of a call of it."""
+
 
 def template_text(tokenizer: ChatTokenizer) -> str:
     """Return the text of the tokenizer's chat template. If the tokenizer has several named templates, return all of
@@ -82,6 +85,7 @@ class Template:
         text after the last answer's last character, up to and including that token. `closing` is the same for earlier
         answers. Most templates use the same token for both, but Harmony (gpt-oss) ends the last answer with
         `<|return|>` and earlier answers with `<|end|>`."""
+        self._named_ends = tuple(end_tokens)
         self.end_ids: tuple[int, ...] = self._find_end_ids(end_tokens)
         """Ids that end an answer. They are the template's own, the tokenizer's end of sequence, and `end_tokens`."""
         # Some templates write more text at the end of a finished conversation, such as Phi-3's end of sequence. A
@@ -128,6 +132,27 @@ class Template:
         result = {"role": "tool", "name": "lookup", "tool_call_id": _CALL["id"], "content": "Tx"}
         text = self._try([_say("user", "Qx"), calling, result], [_TOOL]) or ""
         return "pear" in text and "'key'" not in text  # quotes of this kind are Python's, and not JSON's
+
+    @property
+    def guessed_end(self) -> bool:
+        """Whether only the tokenizer's end of sequence ends an answer, because the template writes no end token."""
+        return not self.end_text and not self._named_ends
+
+    def written_call(self) -> tuple[str, str] | None:
+        """Return the call of `EXAMPLE_CALL` as the template writes it in an answer, and the end token after it, which
+        is "" if there is none. Return None if the template doesn't show tools, or refuses this call."""
+        q, function = _say("user", "Qx"), _CALL["function"]
+        arguments = function["arguments"] if self.takes_objects else json.dumps(function["arguments"])
+        calling = {**_say("assistant", ""), "tool_calls": [{**_CALL, "function": {**function, "arguments": arguments}}]}
+        asking, asked = self._try([q], [_TOOL]), self._try([q], [_TOOL], prompt=False)
+        full = self._try([q, calling], [_TOOL], prompt=False)
+        if asking is None or asked is None or full is None or "lookup" not in asking:
+            return None
+        # The rendering without a generation prompt may end with text that a longer conversation doesn't have.
+        body = full[len(_common(asking, full)) :] if full.startswith(asked.removesuffix(self._at_end)) else full
+        ends = [(body.rfind(token), token) for token in map(self._codec.token, self.end_ids)]
+        at, end = max(ends)
+        return (body[:at], end) if at >= 0 else (body, "")
 
     def findings(self) -> list[str]:
         """Return sentences that say how this template rewrites history and which messages it can't render."""

@@ -34,7 +34,7 @@ from ...tapes.value import Value
 from ..engines.engine import Engine, EngineStopped
 from ..episode.rollout import rollout
 from ..episode.seeds import derive_seed
-from ..setup.engine_config import check_models
+from ..setup.engine_config import check_models, warn_of_faults
 from ..setup.profiles import fitted
 from ..setup.setup import AgentSource, EnvSource, LoadedSetup, Setup, TasksSource
 from ..setup.team_config import AttemptsConfig, RolloutConfig, make_team
@@ -146,6 +146,7 @@ async def _run(
     config: RunConfig, setup: LoadedSetup, out: Path, resume: bool, progress: Progress, started: float
 ) -> RunSummary:
     engine, publishes = await make_team(config.engine, config.players, shows=setup.shows)
+    warn_of_faults(engine.renderer, config.sampling)
     engines = ("engine", *(f"players.{name}.engine" for name in config.players))
     with open_run(out, config, resume=resume, free=FREE, engines=engines) as directory:
         store = directory.store

@@ -6,6 +6,7 @@ Torch is imported only when an engine needs it.
 from __future__ import annotations
 
 import inspect
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from ...tapes.common.hub import model_folder
 from ...tapes.common.plain_json import read_plain
 from ...tapes.common.redact import names_secret
 from ...tapes.errors import MissingExtra, UsageError
-from ...tapes.records import Publish
+from ...tapes.records import Publish, Sampling
 from ..engines.embedded.pretrained import Dtype
 from ..engines.engine import Capability, Engine, EngineError, Request, require
 from ..engines.scripted import Policy, ScriptedEngine
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from ..rendering.codec import ChatTokenizer
     from ..rendering.renderer import Renderer
     from ..vision.vision import PictureTokens
+
+log = logging.getLogger(__name__)
 
 
 class RendererConfig(Config):
@@ -326,6 +329,18 @@ class Made:
     engine: Engine
     publish: Publish | None
     """Version and digest of the weights, or None if the engine has no weights or this process can't read them."""
+
+
+def warn_of_faults(renderer: Renderer | None, sampling: Sampling | None = None) -> None:
+    """Log a warning for each fault that would spoil rollouts with this renderer (`Renderer.faults`) and these sampling
+    settings, before the first episode."""
+    for fault in renderer.faults() if renderer is not None else ():
+        log.warning("%s", fault)
+    if sampling is not None and not sampling.exact:
+        log.warning(
+            "these rollouts can't be used for RL: their tokens don't come from the distribution that their log-probs "
+            "belong to. Set a temperature above 0, no top_p, no top_k and no extra but `stop`"
+        )
 
 
 async def make_engine(config: AnyEngineConfig) -> Made:

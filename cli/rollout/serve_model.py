@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...tapes.common.hub import model_folder
-from ...tapes.errors import UsageError
+from ...tapes.errors import TapereelError, UsageError
 from ..console import Exit, answer, at_least, given, positive, say
 from ..scene_arguments import add_server_arguments, token_line, variable_value
 from ..signals import stop_event
@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
     from ...agents.engines.servers.launch import LocalServer
 
     args.model = model_folder(args.model)
+    _say_faults(args.model)
     if args.engine == "embedded":
         return _embedded(args)
     if given(args, ("device", "slots")):
@@ -122,6 +123,18 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(str(error)) from error
     say(f"starting: {' '.join(server.command)}")
     return asyncio.run(_vllm(args, server))
+
+
+def _say_faults(model: str | Path) -> None:
+    """Print what would spoil rollouts with the model."""
+    from ...agents.setup.engine_config import RendererConfig
+
+    try:
+        faults = RendererConfig().load(model).faults()
+    except TapereelError as error:
+        faults = [f"messages can't be rendered for this model: {error}"]
+    for fault in faults:
+        say(fault)
 
 
 async def _vllm(args: argparse.Namespace, server: LocalServer) -> int:

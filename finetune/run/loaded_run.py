@@ -10,6 +10,7 @@ from typing import cast
 from ...agents import Agent
 from ...agents.engines.embedded.embedded_engine import DEFAULT_CAPACITY
 from ...agents.engines.team_engine import refuse_pictures
+from ...agents.setup.engine_config import warn_of_faults
 from ...agents.setup.profiles import fit_critic
 from ...agents.setup.setup import DatasetConfig, LoadedSetup, load_tasks, shown_by
 from ...agents.setup.team_config import check_together
@@ -91,6 +92,8 @@ class LoadedRun:
                 "start a single process, or set players.NAME.frozen"
             )
         made = cls._with_models(config, recipe, ranks, scene)
+        if not ranks.rank:
+            warn_of_faults(made.policy.renderer)
         if not made.policy.sees:
             refuse_pictures(str(config.engine.model), scene.shows)
         return made

@@ -100,6 +100,7 @@ OTHERS: dict[str, list[tuple[str, ...]]] = {
         (f"{EXAMPLE}:player", "--timeout", "0"),
         (f"{EXAMPLE}:x", "--weights", "NOWHERE"),
     ],
+    "check model": [("NOWHERE",), ("RUN",), ("NOWHERE", "--set", "typo=1")],
     "check env": [
         ("BROKEN.py:x", "--tasks", TASKS, "--actions", f"{EXAMPLE}:blindly"),
         (DIGITS, "--tasks", "BROKEN.jsonl", "--actions", f"{EXAMPLE}:blindly"),

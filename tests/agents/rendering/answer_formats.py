@@ -111,6 +111,20 @@ def _pythonic(*calls: Arguments) -> str:
     return f"[{', '.join(each)}]"
 
 
+def _lfm2(*calls: Arguments) -> str:
+    return f"<|tool_call_start|>{_pythonic(*calls)}<|tool_call_end|>"
+
+
+def _gemma(*calls: Arguments) -> str:
+    def value(one: Any) -> str:
+        return f'<|"|>{one}<|"|>' if isinstance(one, str) else json.dumps(one)
+
+    def body(call: Arguments) -> str:
+        return ",".join(f"{key}:{value(one)}" for key, one in call.items())
+
+    return "".join(f"<|tool_call>call:add{{{body(call)}}}<tool_call|>" for call in calls)
+
+
 @dataclass(frozen=True)
 class Writer:
     """How a family writes an answer."""
@@ -170,8 +184,12 @@ WRITERS = (
     Writer("DeepSeek V3.1", "deepseek_v31", _deepseek_v31, "<｜end▁of▁sentence｜>", "<｜tool▁call▁end｜>"),
     Writer("MiniMax M2", "minimax_m2", _minimax, "[e~[", "</invoke>"),
     Writer("Python lists (Llama 3.2 and 4)", "pythonic", _pythonic, "<|eot_id|>", ")]<|eot_id|>"),
+    Writer("LFM2", "lfm2", _lfm2, "<|im_end|>", ")]<|tool_call_end|>"),
+    Writer("Gemma 4", "gemma4", _gemma, "<turn|>", "<tool_call|>", "<|channel>thought\n{}<channel|>"),
 )
-EXCEPTIONS: dict[tuple[str, str], str] = {}
+EXCEPTIONS = {
+    ("Gemma 4", "mark in a string"): "its strings have delimiters of their own, which JSON's syntax doesn't know"
+}
 """The reason for each case that isn't read, by title and case."""
 
 

@@ -84,17 +84,11 @@ def test_a_call_needs_an_offered_name_and_one_bad_call_loses_no_other(writer: Wr
         assert refused.calls == ()
         assert refused.chat == ()
         assert "add" in refused.problem
-    if writer.format in ("mistral", "phi4_mini", "gpt_oss", "pythonic", "llama3"):
+    if writer.format in ("mistral", "phi4_mini", "gpt_oss", "pythonic", "lfm2", "llama3"):
         return  # one region, or one call for each answer
-    good, bad = writer.write(ONE), writer.write(OTHER).replace("75001", '"75001\\"')
-    if writer.format in ("qwen3_coder", "glm", "minimax_m2"):
-        bad = writer.write(OTHER).replace("-3</", "-3</x>\n</").replace("\n-3\n", "\n-3\n</parameter>junk ")
-        bad = (
-            bad
-            if "junk" in bad
-            else bad.replace("-3</x>\n</", "-3</", 1).replace("</arg_value>", "</arg_value>junk", 1)
-        )
-        bad = bad if "junk" in bad else bad.replace("</parameter>", "</parameter>junk", 1)
+    good, bad = writer.write(ONE), writer.write(OTHER)
+    at = bad.find(writer.mark)
+    bad = f"{bad}junk" if at < 0 else f"{bad[:at]}junk{bad[at:]}"
     read = writer.reader.read(f"{bad}\n{good}", TOOLS, prompt="", end=writer.end)
     assert [call.arguments for call in read.calls] == [ONE]
     assert "1 of 2" in read.problem
@@ -175,7 +169,7 @@ def test_a_broken_call_with_a_name_reaches_a_program_with_its_text() -> None:
     assert [call["function"] for call in read.chat] == [{"name": "add", "arguments": "{a: 2}"}]
 
 
-GEMMA: dict[str, Any] = {
+OTHERS: dict[str, Any] = {
     "start_anchor_pattern": r"(?:<\|turn>model\n|<tool_response\|>)",
     "fields": {
         "reasoning_content": {"open": "<|channel>thought\n", "close_pattern": r"<channel\|>\s*", "content": "text"},
@@ -206,7 +200,7 @@ LINES: dict[str, Any] = {
 
 
 def test_templates_of_other_families_work_by_themselves() -> None:
-    reader = ResponseReader(GEMMA)
+    reader = ResponseReader(OTHERS)
     call = '<|tool_call>call:add{a:2,s:<|"|>it\'s "so"<|"|>}<tool_call|>'
     read = reader.read(f"<|channel>thought\nI add.<channel|>{call}", TOOLS)
     assert [one.arguments for one in read.calls] == [{"a": 2, "s": 'it\'s "so"'}]
@@ -224,7 +218,7 @@ def test_the_setting_comes_before_the_tokenizer_and_the_table() -> None:
         return bool(reader.read("<call add>\na: 2\n</call>", TOOLS).calls)
 
     glm = "<tool_call> <arg_key>"
-    assert call(choose_reader(LINES, GEMMA, glm))
+    assert call(choose_reader(LINES, OTHERS, glm))
     assert call(choose_reader(None, LINES, glm))
     assert not call(choose_reader(None, None, glm))
     assert isinstance(choose_reader(None, None, glm), ResponseReader)

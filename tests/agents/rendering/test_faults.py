@@ -1,0 +1,69 @@
+"""A model tests itself: its template writes a call, and its reader reads it back."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+
+from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents.setup.engine_config import warn_of_faults
+from tapereel.tapes import Sampling
+
+from ..families import FAMILIES, tokenizer
+
+UNKNOWN = """{%- for t in tools or [] %}{{ t | tojson }}{% endfor -%}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] -%}
+CALL {{ c.function.name }} {{ c.function.arguments | tojson }} END{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+SPEC = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"CALL (?P<name>\w+) ",
+            "close": " END",
+            "repeats": True,
+            "content": "json",
+            "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"content": "text"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "plain"])
+def test_each_known_family_reads_its_own_call(name: str) -> None:
+    assert Renderer(tokenizer(name)).faults() == []
+
+
+def test_a_family_without_a_description_is_named_before_the_first_episode() -> None:
+    words = copy.deepcopy(tokenizer("chatml"))
+    words.chat_template = UNKNOWN
+    (fault,) = Renderer(words).faults()
+    assert 'CALL lookup {"key": "pear"} END' in fault
+    assert "response_template" in fault
+    assert Renderer(words, response_template=SPEC).faults() == []
+    words.response_template = SPEC
+    assert Renderer(words).faults() == []
+
+
+def test_an_end_that_is_only_a_guess_is_named() -> None:
+    (fault,) = Renderer(tokenizer("plain")).faults()
+    assert "<eos>" in fault
+    assert Renderer(tokenizer("plain"), end_tokens=("<eos>",)).faults() == []
+
+
+def test_faults_and_sampling_that_gives_no_rl_data_are_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        warn_of_faults(Renderer(tokenizer("plain")), Sampling())
+        assert len(caplog.records) == 1
+        caplog.clear()
+        warn_of_faults(Renderer(tokenizer("qwen3")), Sampling(temperature=0))
+        warn_of_faults(None, Sampling(top_p=0.9))
+        assert len(caplog.records) == 2
+        caplog.clear()
+        warn_of_faults(Renderer(tokenizer("qwen3")), Sampling())
+        assert not caplog.records
