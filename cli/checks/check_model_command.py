@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     answer(
         args,
         {"ok": not faults, "faults": faults, "template": notes, "end_tokens": ends},
-        Section(("about", "finding"), rows, args.model, empty="no findings", fold=("finding",)),
+        Section(("about", "finding"), rows, args.model, empty="no findings"),
         f"answers end with {', '.join(map(repr, ends))}",
     )
     return Exit.BROKEN if faults else Exit.HOLDS
