@@ -5,7 +5,7 @@ const POLL_SECONDS = 1;
 const KEYS = [
   ["j / k", "next and previous row, step or attempt"], ["Enter", "open the chosen row; on a phone, inspect the chosen step"], ["[ / ]", "previous and next tape of the list"],
   ["n / N", "next and previous match; without a search the next and previous failed tape"], ["/", "search"], ["f", "the filters"], ["x", "clear the filters; in a list of runs, choose a run"], ["c", "the columns; in a list of runs, compare the two chosen"],
-  ["m", "texts formatted, or raw"], ["l", "show more or less of the chosen step"], ["i", "open or close the inspector"], ["1 / 2 / 3 / 4", "request, changes, tokens and training of a call"], ["y", "copy a link"], ["a", "all attempts of a group"],
+  ["m", "texts formatted, or raw"], ["l", "show more or less of the chosen step"], ["i", "open or close the inspector"], ["1 / 2 / 3 / 4", "request, changes, tokens and training of a call"], ["y", "copy a link"], ["a", "all attempts of a group, all tasks of a comparison"], ["s", "swap two compared runs"],
   ["g o", "the overview"], ["g t", "the tapes"], ["g c", "the reward curve"], ["g g", "the group of this tape"],
   ["v", "verify every byte"], ["b", "what was verified"], ["u", "back up: from a tape to the list, and from the list to the runs of a folder"], ["Esc", "leave the search, close this"], ["d", "light or dark"], ["?", "these keys"],
 ];
@@ -228,18 +228,23 @@ class App {
     const does = {
       j: () => this.view.move && this.view.move(1), k: () => this.view.move && this.view.move(-1),
       Enter: () => (this.view === this.table ? this.table.open() : inTape ? this.tape.inspect(true) : this.view.openChosen && this.view.openChosen()),
-      "]": () => (this.view === this.tape ? this.beside(1) : null), "[": () => (this.view === this.tape ? this.beside(-1) : null),
       n: () => this.next(1), N: () => this.next(-1), g: () => { this.going = true; }, d: () => this.theme("other"), "?": () => this.help(),
       u: () => { if (this.view !== this.table) this.go(this.runs ? this.lastList || "#/" : this.table.address()); else if (this.inFolder) location.assign("../../"); },
-      m: () => (inTape ? this.tape.format() : null), i: () => (inTape ? this.tape.inspect() : null), y: () => (inTape ? this.tape.copy() : null), l: () => (inTape ? this.tape.fold(this.tape.at) : null), a: () => (this.view === this.group ? this.group.all() : null),
-      f: () => this.table.unfold("select"), c: () => (this.runs ? this.runs.goCompare() : this.table.unfold(".columns input")), x: () => (this.runs ? this.runs.mark() : this.view === this.table ? this.table.clear() : null),
+      l: () => (inTape ? this.tape.fold(this.tape.at) : null),
+      f: () => this.table.unfold("select"), c: () => (this.runs ? this.runs.goCompare() : this.table.unfold(".columns input")), ...(this.runs ? { x: () => this.runs.mark() } : {}),
       v: () => (T.source.live && !this.verifying ? this.verify() : null), b: () => { this.badge.open = !this.badge.open; },
       ...Object.fromEntries(["1", "2", "3", "4"].map((key) => [key, () => this.tape.inspector.turnTo(Number(key) - 1)])),
       "/": () => { const box = this.view === this.tape ? this.box : document.getElementById("search"); if (box) { box.focus(); box.select(); } },
-    }[event.key];
+    }[event.key] || this.button(event.key);
     if (!does || !this.view || (event.key === "Enter" && event.target.closest("button, a, summary, svg"))) return;
     event.preventDefault();
     does();
+  }
+
+  // Every other key presses the button in view that names it.
+  button(key) {
+    const found = [...document.querySelectorAll("button[aria-keyshortcuts]")].find((one) => one.getAttribute("aria-keyshortcuts") === key && one.checkVisibility() && !one.disabled);
+    return found && (() => found.click());
   }
 
   next(by) {

@@ -67,7 +67,7 @@ T.Runs = class {
     const { overview } = this.app;
     const find = T.h("input", { type: "search", id: "search", placeholder: "name of a run", "aria-label": "Name of a run", value: this.sought,
       oninput: (event) => { this.sought = event.target.value; this.changed(); } });
-    this.button = T.button("Compare the two chosen runs", () => this.goCompare(), { title: "c" });
+    this.button = T.button("Compare the two chosen runs", () => this.goCompare(), { title: "compare (c)", "aria-keyshortcuts": "c" });
     this.place = T.h("div", { class: "scroll" });
     T.fill(this.root, T.h("h2", { class: "title" }, T.spelled(overview.run)), T.h("p", { class: "note" }, T.spelled(overview.path)), T.h("div", { class: "line" }, find, this.button), this.place);
     this.drawRows();
@@ -171,7 +171,7 @@ T.Runs = class {
     T.fill(this.root,
       T.h("p", null, T.h("a", { href: this.app.lastList || `#/?chosen=${first},${second}` }, "all runs")),
       T.h("h2", { class: "title" }, T.spelled(read.names[0]), " against ", T.spelled(read.names[1])),
-      T.h("div", { class: "line" }, [0, 1].map((k) => T.h("label", { class: "note" }, T.h("a", { href: `run/${keys[k]}/` }, T.spelled(read.names[k])), ", split ", choice(k))), T.button("Swap", () => go(second, first, [read.chosen[1], read.chosen[0]]))),
+      T.h("div", { class: "line" }, [0, 1].map((k) => T.h("label", { class: "note" }, T.h("a", { href: `run/${keys[k]}/` }, T.spelled(read.names[k])), ", split ", choice(k))), T.button("Swap", () => go(second, first, [read.chosen[1], read.chosen[0]]), { title: "swap the runs (s)", "aria-keyshortcuts": "s" })),
       read.problems.map((problem) => T.h("p", { class: "hole" }, T.spelled(problem))),
       read.scores ? this.scores(read.scores, names) : null,
       T.h("p", { class: "note counts" }, `${T.plural(both.length, "task")} scored by both: ${T.count(higher)} higher in the first run, ${T.count(lower)} lower, ${T.count(both.length - higher - lower)} equal. ${T.count(only[0].length)} only in the first, ${T.count(only[1].length)} only in the second${neither ? `, ${T.count(neither)} scored by neither` : ""}.`),
@@ -196,7 +196,7 @@ T.Runs = class {
       T.h("thead", null, T.h("tr", null, T.h("th", null, "task"), names.map((name) => T.h("th", { class: "n" }, name)), T.h("th", { class: "n" }, "difference"))),
       T.h("tbody", null, tasks.slice(0, shown).map((task) => T.h("tr", null, T.h("td", null, T.spelled(task.task)), cell(task, 0), cell(task, 1),
         T.h("td", { class: `n ${task.change > 1e-12 ? "good" : task.change < -1e-12 ? "bad" : ""}` }, task.change === undefined ? "–" : T.number(task.change))))))),
-      tasks.length > shown ? T.button(`show all ${T.count(tasks.length)}`, () => made.replaceWith(this.tasks(title, tasks, keys, names, tasks.length)), { class: "link" }) : null);
+      tasks.length > shown ? T.button(`show all ${T.count(tasks.length)}`, () => made.replaceWith(this.tasks(title, tasks, keys, names, tasks.length)), { class: "link", title: "show all (a)", "aria-keyshortcuts": "a" }) : null);
     return made;
   }
 };

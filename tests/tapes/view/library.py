@@ -8,7 +8,7 @@ from typing import Any
 
 from tapereel.tapes.records import Cause, Use
 from tapereel.tapes.steps import ToolCall, ToolCalls, ToolResult, ToolResults
-from tapereel.tapes.store.run_directory import METRICS, RESULTS
+from tapereel.tapes.store.run_directory import CONFIG, METRICS, RESULTS
 from tapereel.tapes.store.store import Store
 
 from .lab import Recording
@@ -94,8 +94,8 @@ def lookup(store: Store, tape: str, title: str, kind: str, *, version: str = "ma
     made.end()
 
 
-def library_run(path: Path) -> Path:
-    """Demonstrations, six updates of two groups of four, held-out episodes, and a few that failed."""
+def library_run(path: Path, held: tuple[str, ...] = ("right", "right", "lost", "right")) -> Path:
+    """Demonstrations, six updates of two groups of four, held-out episodes of these kinds, and a few that failed."""
     titles = list(BOOKS)
     with Store.create(path) as store:
         for k in range(5):
@@ -122,8 +122,8 @@ def library_run(path: Path) -> Path:
             items = tuple((tape, f"{tape}.1", 0, 12, 0.25) for tape in tapes)
             info: dict[str, Any] = {"phase": "rl", "tapes": tapes, "stale": []}
             store.append_layer(Use(lineage="main", update=update, items=items, info=info))
-        for k, kind in enumerate(("right", "right", "lost", "right")):
-            lookup(store, f"held{k}", "Candide", kind, split="eval", version="main:6", at=1_764_100_600.0 + k)
+        for k, kind in enumerate(held):
+            lookup(store, f"held{k}", titles[k - 1], kind, split="eval", version="main:6", at=1_764_100_600.0 + k)
         lookup(store, "endless", "Walden", "limit", version="main:6", at=1_764_100_700.0)
         broken = Librarian(
             store, "broken", public={"question": "How many?"}, task="unnamed", agent="librarian", at=1_764_100_710.0
@@ -146,7 +146,17 @@ def library_run(path: Path) -> Path:
         for k in range(UPDATES)
     ]
     (path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    before, after = ({"sampled": {**NOTHING, "mean": mean, "n": 4}} for mean in (0.25, 0.75))
-    results = {"lineage": "main", "before": before, "after": after, "seconds": {"rl": 41.0, "total": 60.0}}
+    scores = 0.25, sum(kind == "right" for kind in held) / 4
+    before, after = ({"sampled": {**NOTHING, "mean": mean, "n": 4}} for mean in scores)
+    results = {"format": 1, "lineage": "main", "before": before, "after": after, "seconds": {"rl": 41.0, "total": 60.0}}
     (path / RESULTS).write_text(json.dumps(results))
+    (path / CONFIG).write_text(f"engine:\n  model: models/tiny\nloop:\n  recipe: grpo\n  updates: {UPDATES}\n")
+    return path
+
+
+def library_folder(path: Path) -> Path:
+    """Two runs in one folder: `first-try` answers fewer held-out questions than `library`."""
+    path.mkdir(parents=True)
+    library_run(path / "library")
+    library_run(path / "first-try", ("lost", "right", "wrong", "wrong"))
     return path

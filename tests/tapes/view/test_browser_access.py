@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tapereel.cli.look.view import _compare
+from tapereel.tapes.view.runs import Runs
+
 from ...contract.npm_mcp import AXE
+from .library import library_folder
+from .serving import serving_view
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 PAGES = {
@@ -28,7 +34,9 @@ FAULTS = """async () => {
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [(1440, 900), (390, 844)], ids=["screen", "phone"])
-def test_no_page_has_a_serious_fault(chromium: Any, library: Any, scheme: Any, size: tuple[int, int]) -> None:
+def test_no_page_has_a_serious_fault(
+    chromium: Any, library: Any, scheme: Any, size: tuple[int, int], tmp_path: Path
+) -> None:
     if not AXE.exists():
         pytest.skip("axe-core is not installed: python tests/contract/npm_mcp.py")
     width, height = size
@@ -51,6 +59,16 @@ def test_no_page_has_a_serious_fault(chromium: Any, library: Any, scheme: Any, s
     page.keyboard.press("?")
     if faults := page.evaluate(FAULTS):
         found["keys"] = faults
+    with serving_view(lambda: Runs(library_folder(tmp_path / "runs"), compare=_compare)) as runs:
+        page.goto(runs.url)
+        page.locator("tr[data-run=library] .r-state .chip").wait_for()
+        page.evaluate(AXE.read_text())
+        if faults := page.evaluate(FAULTS):
+            found["runs"] = faults
+        page.evaluate("T.app.go('#/compare/' + T.app.overview.runs.map((one) => one.key).join('/'))")
+        page.wait_for_selector("table.scores")
+        if faults := page.evaluate(FAULTS):
+            found["compared"] = faults
     context.close()
     assert found == {}
 

@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from tapereel.cli.look.view import _compare
+from tapereel.tapes.view.runs import Runs
+
 from .conftest import WATCH
-from .library import library_run
-from .serving import served
+from .library import library_folder
+from .serving import served, serving_view
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(200)]
 SCREENS = Path(__file__).resolve().parents[3] / "docs" / "screens"
@@ -31,19 +34,19 @@ PAGES = {
     "curve": ("#/curve", ".chart .dot"),
 }
 """Name: address, and what is there once the page is complete."""
+FOLDER = {"runs": ("#/", "tr[data-run=library] .r-state .chip"), "compared": ("#/compare/{}", "table.scores")}
+"""The same for the pages of a folder of runs. `{}` stands for the keys of the two runs."""
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The run's server. Its path has no part that changes, because pages show it."""
-    folder = tmp_path_factory.mktemp("screens")
-    (folder / "runs").mkdir()
+    """The servers of a run and of its folder. Their paths have no part that changes, because pages show them."""
     back = Path.cwd()
-    os.chdir(folder)
+    os.chdir(tmp_path_factory.mktemp("screens"))
     try:
-        library_run(Path("runs/library"))
-        with served(Path("runs/library")) as found:
-            yield found
+        folder = library_folder(Path("runs"))
+        with served(folder / "library") as run, serving_view(lambda: Runs(folder, compare=_compare)) as runs:
+            yield run, runs
     finally:
         os.chdir(back)
 
@@ -68,10 +71,13 @@ def test_every_page_renders_and_has_its_picture(chromium: Any, shown: Any, schem
     trouble: list[str] = []
     page.on("pageerror", lambda error: trouble.append(str(error)))
     page.on("console", lambda message: trouble.append(message.text) if message.type == "error" else None)
-    page.goto(shown.url)
-    page.wait_for_function("() => T.app.rows.length > 0")
-    for name, (where, ready) in PAGES.items():
-        page.evaluate(f"location.hash = {where!r}")
+    run, runs = shown
+    for name, (where, ready) in {**PAGES, **FOLDER}.items():
+        if name in ("overview", "runs"):
+            page.goto((runs if name == "runs" else run).url)
+            page.wait_for_function("() => T.app.overview")
+        keys = page.evaluate("(T.app.overview.runs || []).map((one) => one.key).reverse().join('/')")
+        page.evaluate(f"location.hash = {where.format(keys)!r}")
         page.locator(ready).first.wait_for()
         page.wait_for_load_state("networkidle")
         page.wait_for_timeout(200)
