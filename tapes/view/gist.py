@@ -11,6 +11,7 @@ from pydantic import JsonValue
 
 from ..records import Begin, StepRecord
 from ..schema import parse_record
+from ..steps import Step, Unknown
 from ..store.index import Place
 from ..store.store import Store
 from ..transcript import plain, shown
@@ -26,7 +27,8 @@ class Gist(Value):
     """What an episode was about, in three short strings. A string is None if the tape doesn't have it."""
 
     question: str | None = None
-    """The first observation, or the public part of the task if there is no observation."""
+    """The first observation, or its field `question` or `text`. If there is no observation, this is the public part of
+    the task."""
     expected: str | None = None
     """The right answer, which the agent never saw (see `Task.expected`)."""
     given: str | None = None
@@ -41,7 +43,7 @@ def gist_of(store: Store, tape: str) -> Gist:
     acted = (read for read in _read(store, steps[: -LOOKED_AT - 1 : -1]) if isinstance(read, StepRecord))
     last = next((read for read in acted if read.role == "action"), None)
     task = begin.task if begin is not None else None
-    asked = shown(first.content) if first is not None and first.role == "observation" else None
+    asked = _asked(first.content) if first is not None and first.role == "observation" else None
     return Gist(
         question=_cut(asked if asked is not None or task is None else _text(_question(task.public))),
         expected=_cut(_text(task.expected)) if task is not None else None,
@@ -56,6 +58,13 @@ def _read(store: Store, places: Sequence[Place]) -> Iterator[object]:
             yield parse_record(body)
         except (ValueError, LookupError, OSError):
             continue  # the transcript shows the record as a hole, with the reason
+
+
+def _asked(step: Step) -> str:
+    """Return the question in an observation: its field `question` or `text` if it has one, or all of it."""
+    fields = step.content if isinstance(step, Unknown) else step.__dict__
+    named = (fields.get(name) for name in ("question", "text"))
+    return next((text for text in named if isinstance(text, str) and text), shown(step))
 
 
 def _question(public: JsonValue) -> JsonValue:

@@ -14,8 +14,15 @@ from tapereel.tapes.view.gist import LONGEST, Gist, gist_of
 from . import lab
 
 
+class GistScene(tr.Observation):
+    question: str
+    seen: tuple[int, ...]
+
+
 class GistGuess(tr.Environment):
-    async def reset(self, task: object) -> str:
+    async def reset(self, task: object) -> str | GistScene:
+        if task == "scene":
+            return GistScene(question="Where?", seen=(1, 2))
         return "Which number?" if task != "long" else "x" * 1000
 
     async def step(self, action: tr.Step) -> tr.Outcome:
@@ -31,6 +38,7 @@ class GistGuess(tr.Environment):
             Gist(question="Which number?", expected="[1, 2]", given="5"),
         ),
         (tr.Task(private={"seed": 1}), Gist(question="Which number?", expected=None, given="5")),
+        ("scene", Gist(question="Where?", expected="scene", given="5")),
         ("long", Gist(question="x" * (LONGEST - 1) + "…", expected="long", given="5")),
     ],
 )
