@@ -51,7 +51,7 @@ LONGEST, SAMPLE, DRAWN = 40, 200, 8
 """Characters of the longest answer that is allowed, the entries in which it is measured, and the tasks in a draw."""
 EASIER: dict[str, dict[str, Any]] = {
     "basic_arithmetic": {"max_terms": 2, "max_digits": 2},
-    "complex_arithmetic": {"operations": ("+", "-")},
+    "complex_arithmetic": {"operations": ("+", "-"), "operations_weights": (0.5, 0.5)},
     "countdown": {"min_numbers": 2, "max_numbers": 2},
     "decimal_chain_sum": {"max_terms": 2, "max_digits": 1, "max_decimal_places": 1},
     "figlet_font": {"static_font": "standard", "min_word_len": 3, "max_word_len": 3},
@@ -60,6 +60,8 @@ EASIER: dict[str, dict[str, Any]] = {
     "tsumego": {"min_board_size": 5, "max_board_size": 6, "max_stones": 6},
 }
 """An easier configuration of each drawn generator."""
+FEW = {"puzzle24": (400, 600)}
+"""Tasks and examples of a generator with too few different tasks: puzzle24 has about 1,400."""
 
 agent = ChatAgent(parse=lambda text: Answer(text=text))
 
@@ -112,10 +114,11 @@ def without_frame(questions: list[str]) -> list[str]:
 
 def made(name: str, change: Change) -> tuple[list[Any], list[tuple[str, str]]]:
     """The tasks, and (question, right answer) of other tasks to demonstrate."""
-    tasks: list[Any] = list(reasoning_tasks(name, change.tasks, 0, **change.config))
-    others: list[Any] = list(reasoning_tasks(name, change.examples + change.tasks, 1_000_000, **change.config))
+    size, shown = FEW.get(name, (change.tasks, change.examples))
+    tasks: list[Any] = list(reasoning_tasks(name, size, 0, **change.config))
+    others: list[Any] = list(reasoning_tasks(name, shown + size, 1_000_000, **change.config))
     known = {task.hash for task in tasks}
-    others = [task for task in others if task.hash not in known][: change.examples]
+    others = [task for task in others if task.hash not in known][:shown]
     every: list[Any] = [*tasks, *others]
     asked = without_frame([task.public["question"] for task in every])
     short = [t.model_copy(update={"public": {"question": q}}) for t, q in zip(tasks, asked, strict=False)]
