@@ -33,6 +33,7 @@ TURNS = 10
 TOKEN = "the-token-of-the-benchmark"
 QUESTION = "what comes after this, and what then?"
 ANSWER = "nineteen letters ok"
+HEAD = "Host: 127.0.0.1\r\nContent-Type: application/json\r\n"
 LONGER = 10
 """How many times as long an answer is that is streamed."""
 
@@ -120,7 +121,7 @@ class Connection:
 
     async def post(self, path: str, body: Any, key: str) -> Any:
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\n{HEAD}Authorization: Bearer {key}\r\nContent-Length: {len(data)}\r\n\r\n"
         self.writer.write(head.encode() + data)
         told = await self.reader.readuntil(b"\r\n\r\n")
         length = int(told.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
@@ -132,7 +133,7 @@ class Connection:
     async def stream(self, path: str, body: Any, key: str) -> float:
         """Reads a stream to its end; the moment at which its first byte came."""
         data = json.dumps({**body, "stream": True}).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\n{HEAD}Authorization: Bearer {key}\r\nContent-Length: {len(data)}\r\n\r\n"
         self.writer.write(head.encode() + data)
         told = await self.reader.readuntil(b"\r\n\r\n")
         first = time.perf_counter()
