@@ -15,10 +15,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import time
 from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ...tapes import BadPicture, Picture, Sampling, StoreFailed, Tape
@@ -36,6 +38,8 @@ from .linking import Use, label_calls
 
 if TYPE_CHECKING:
     from ..rendering.renderer import Renderer
+
+log = logging.getLogger(__name__)
 
 SHOWN = 2000
 """Maximum characters of each text in an exchange's step. The call's record has the whole text."""
@@ -451,7 +455,10 @@ class Session:
             asked = {name: value for name in ("temperature", "top_p") if (value := getattr(request, name)) is not None}
         if request.stop:
             asked["extra"] = {**own.extra, "stop": list(request.stop)}
-        return own.model_copy(update=asked) if asked else own
+        sampling = own.model_copy(update=asked) if asked else own
+        if own.exact and not sampling.exact:
+            _warn_once(f"temperature={sampling.temperature:g} and top_p={sampling.top_p:g}")
+        return sampling
 
     def _stopped(self, request: Asked, call: Call) -> str | None:
         """Return the stop string that ended the answer, if the request has stop strings and the engine reports ids."""
@@ -465,6 +472,12 @@ class Session:
         if call.completion is None or call.logprobs is None or renderer is None:
             return None
         return token_logprobs([renderer.decode([id]) for id in call.completion], call.logprobs)
+
+
+@cache
+def _warn_once(asked: str) -> None:
+    """Warn that requests with these settings give no data for RL, once in this process."""
+    log.warning("a program asks for %s: such calls can't be used for RL, unless the gateway has follow=false", asked)
 
 
 def ended() -> Refused:

@@ -16,6 +16,7 @@ the text that should have ended the answer, as context. The completion itself ke
 
 from __future__ import annotations
 
+import itertools
 import re
 from array import array
 from collections.abc import Mapping, Sequence
@@ -194,6 +195,8 @@ class Renderer:
         messages, tools = tuple(messages), tuple(tools) if tools else None
         base, shared = _longest(messages, tools, tracks)
         marked, marked_tools = self._mark(messages, tools, base, shared)
+        if self._template.needs_calls:
+            marked = self._with_calls(messages, marked, tools)
         text = self._template.render(marked, marked_tools)
         pictures = self._pictures_of(marked, text)
         tail, split = None, None
@@ -257,6 +260,8 @@ class Renderer:
         """Return a recorded call's track. `messages` must include the reply, and `ids` must include the completion."""
         messages, tools = tuple(messages), tuple(tools) if tools else None
         marked, marked_tools = self._mark(messages, tools, None, 0)
+        if self._template.needs_calls:
+            marked = self._with_calls(messages, marked, tools)
         return Track(
             call=call,
             messages=messages,
@@ -401,6 +406,28 @@ class Renderer:
             text = self._codec.mark(content, f"message {index} ({role})", only)
             return message if text is content else {"role": role, "content": text}
         return self._codec.mark(message, f"message {index} ({role})", only)
+
+    def _with_calls(
+        self, messages: tuple[Message, ...], marked: tuple[Message, ...], tools: Sequence[dict[str, JsonValue]] | None
+    ) -> tuple[Message, ...]:
+        """Return the marked messages with `tool_calls` in each answer before a tool result. The calls are read from the
+        answer's text, and get the ids of their results."""
+        found = list(marked)
+        for i, message in enumerate(messages[:-1]):
+            text = message.get("content")
+            if message.get("role") != "assistant" or message.get("tool_calls") or not isinstance(text, str):
+                continue
+            results = itertools.takewhile(lambda one: one.get("role") == "tool", messages[i + 1 :])
+            ids = [str(one.get("tool_call_id") or "") for one in results]
+            if not ids or found[i].get("tool_calls"):
+                continue
+            ends = (self._codec.token(id) for id in self.end_ids)
+            read = next((one for end in ends if (one := self.reader.read(text, tools or (), end=end)).chat), None)
+            if read is not None:
+                calls = [{**call, "id": id or call["id"]} for call, id in zip(read.chat, ids, strict=False)]
+                shown = {**message, "content": read.answer, "tool_calls": calls}
+                found[i] = self._mark_one(shown, i)
+        return tuple(found)
 
     def _around_a_picture(self, pictures: PictureTokens) -> set[str]:
         """Return the control tokens that the template and the model's processors write for a picture and a video.

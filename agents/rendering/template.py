@@ -133,6 +133,17 @@ class Template:
         text = self._try([_say("user", "Qx"), calling, result], [_TOOL]) or ""
         return "pear" in text and "'key'" not in text  # quotes of this kind are Python's, and not JSON's
 
+    @cached_property
+    def needs_calls(self) -> bool:
+        """Whether the template shows a tool result only after a message with `tool_calls`. After an answer whose text
+        contains the call, it refuses or drops the result. The templates of gpt-oss and Gemma 4 do so."""
+        q, result = _say("user", "Qx"), {"role": "tool", "name": "lookup", "tool_call_id": _CALL["id"], "content": "Tx"}
+        calling = {**_say("assistant", ""), "tool_calls": [_CALL]}
+        after_text, after_call = (
+            self._try([q, asked, result], [_TOOL]) or "" for asked in (_say("assistant", "Ax"), calling)
+        )
+        return "Tx" in after_call and "Tx" not in after_text
+
     @property
     def guessed_end(self) -> bool:
         """Whether only the tokenizer's end of sequence ends an answer, because the template writes no end token."""

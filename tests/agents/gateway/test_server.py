@@ -16,6 +16,7 @@ import pytest
 from tapereel.agents import EngineError, Limits, Request
 from tapereel.agents.engines.engine import EngineStopped
 from tapereel.agents.gateway import Bounds, Control
+from tapereel.agents.gateway.gateway_session import _warn_once
 from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Sampling, Tape
 from tapereel.tapes.store.store import Store
@@ -240,7 +241,9 @@ def test_a_key_in_x_api_key_opens_the_tape(tmp_path: Path):
 
 
 @pytest.mark.parametrize("follow", [True, False])
-def test_a_gateway_may_keep_its_own_sampling(follow: bool, tmp_path: Path):
+def test_a_gateway_may_keep_its_own_sampling(follow: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    _warn_once.cache_clear()
+
     async def scene() -> Tape:
         async with served(tmp_path, Told(), follow=follow) as there:
             tape, client = await there.begin(task="t")
@@ -250,6 +253,8 @@ def test_a_gateway_may_keep_its_own_sampling(follow: bool, tmp_path: Path):
 
     (call,) = asyncio.run(scene()).calls
     assert (call.sampling.temperature, call.sampling.top_p) == ((0, 0.5) if follow else (1, 1))
+    told = [one.getMessage() for one in caplog.records if "follow=false" in one.getMessage()]
+    assert len(told) == follow
 
 
 def test_calls_are_served_by_the_formats_of_models_and_never_out_of_a_thought(tmp_path: Path):

@@ -8,6 +8,7 @@ import logging
 import pytest
 
 from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents.rendering.template import EXAMPLE_TOOL
 from tapereel.agents.setup.engine_config import warn_of_faults
 from tapereel.tapes import Sampling
 
@@ -67,3 +68,39 @@ def test_faults_and_sampling_that_gives_no_rl_data_are_warnings(caplog: pytest.L
         caplog.clear()
         warn_of_faults(Renderer(tokenizer("qwen3")), Sampling())
         assert not caplog.records
+
+
+GEMMA = """{%- for t in tools or [] %}{{ t | tojson }}{% endfor -%}
+{%- for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] -%}
+<|tool_call>call:{{ c.function.name }}{key:<|"|>pear<|"|>}<tool_call|>{% endfor %}<|im_end|>
+{% for c in m.tool_calls or [] %}{% for r in messages if r.role == 'tool' and r.tool_call_id == c.id -%}
+[{{ r.content }}]{% endfor %}{% endfor %}
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.mark.parametrize("name", ["harmony", "gemma"])
+def test_a_result_reaches_a_template_that_shows_it_only_after_a_structured_call(name: str) -> None:
+    words = tokenizer("harmony")
+    text = ' to=functions.lookup<|channel|>commentary json<|message|>{"key":"pear"}<|call|>'
+    if name == "gemma":
+        words = copy.deepcopy(tokenizer("chatml"))
+        words.chat_template = GEMMA
+        text = '<|tool_call>call:lookup{key:<|"|>pear<|"|>}<tool_call|><|im_end|>'
+    renderer, tools = Renderer(words), [EXAMPLE_TOOL]
+    asked = [{"role": "user", "content": "Which is ripe?"}]
+    first = renderer.prompt(asked, tools)
+    ids = words.encode(text, add_special_tokens=False)
+    reply = {"role": "assistant", "content": renderer.decode(ids)}
+    track = renderer.track(first, call="1", reply=reply, completion=ids)
+    messages = [*asked, reply, {"role": "tool", "tool_call_id": "x7", "content": "The pear."}]
+    following = renderer.prompt(messages, tools, [track])
+    assert "The pear." in renderer.spell(following.new)
+    assert following.messages == tuple(messages), "the recorded messages stay as they were"
+    if name == "harmony":
+        assert following.split is None
+        again = renderer.retrack(
+            call="1", messages=messages[:2], tools=tools, ids=track.ids, completion=track.completion
+        )
+        assert renderer.prompt(messages, tools, [again]).ids == following.ids
