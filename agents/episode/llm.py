@@ -526,10 +526,11 @@ class _Exchange:
         if completion.tool_calls:
             read = read_tool_calls(text, self._schemas or (), native=completion.tool_calls, cut=cut)
         else:
-            reader = renderer.reader if renderer is not None else HermesReader()
             prompt = rendered.text if rendered is not None else ""
-            end = renderer.end_text(completion.ids or ()) if renderer is not None else ""
-            read = reader.read(text, self._schemas, prompt=prompt, end=end, cut=cut)
+            if renderer is None:
+                read = HermesReader().read(text, self._schemas, prompt=prompt, cut=cut)
+            else:
+                read = renderer.read(text, self._schemas, ids=completion.ids, prompt=prompt, cut=cut)
         return Reply(
             text,
             completion.finish,

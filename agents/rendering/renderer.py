@@ -41,7 +41,7 @@ from .codec import (
 from .incremental_decoder import IncrementalDecoder
 from .response_reader import choose_reader
 from .template import EXAMPLE_CALL, EXAMPLE_TOOL, Template, template_text
-from .tool_calls import CallReader
+from .tool_calls import CallReader, CallsRead
 
 if TYPE_CHECKING:
     from ..vision.vision import PictureTokens
@@ -315,9 +315,22 @@ class Renderer:
         text = self._codec.decode(ids[:n])
         return text.removesuffix(self._before_end) if n < len(ids) and self._before_end else text
 
-    def end_text(self, ids: Sequence[int]) -> str:
-        """Return the text of the token that ended a completion, or "" if it was cut off."""
-        return self._codec.token(ids[-1]) if len(ids) and ids[-1] in self.end_ids else ""
+    def read(
+        self,
+        text: str,
+        tools: Sequence[Mapping[str, JsonValue]] | None,
+        *,
+        ids: Sequence[int] | None = None,
+        prompt: str = "",
+        cut: bool = False,
+    ) -> CallsRead:
+        """Read the calls and thoughts in an answer, as `CallReader.read` does. `ids` are the completion's ids. If they
+        are None, the answer has only a text, which any end token may have ended."""
+        ended = self.end_ids if ids is None else [id for id in ids[-1:] if id in self.end_ids]
+        ends = [self._codec.token(id) for id in ended] or [""]
+        reads = (self.reader.read(text, tools, prompt=prompt, end=end, cut=cut) for end in ends)
+        first = next(reads)
+        return first if not first.problem else next((one for one in reads if not one.problem), first)
 
     def text_ids(self, text: str, *, begin: bool = True, end: bool = False) -> array[int]:
         """Return the ids of plain text that isn't in a conversation. `begin` and `end` add the tokenizer's
@@ -421,9 +434,8 @@ class Renderer:
             ids = [str(one.get("tool_call_id") or "") for one in results]
             if not ids or found[i].get("tool_calls"):
                 continue
-            ends = (self._codec.token(id) for id in self.end_ids)
-            read = next((one for end in ends if (one := self.reader.read(text, tools or (), end=end)).chat), None)
-            if read is not None:
+            read = self.read(text, tools or ())
+            if read.chat:
                 calls = [{**call, "id": id or call["id"]} for call, id in zip(read.chat, ids, strict=False)]
                 shown = {**message, "content": read.answer, "tool_calls": calls}
                 found[i] = self._mark_one(shown, i)

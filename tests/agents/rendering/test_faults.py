@@ -104,3 +104,17 @@ def test_a_result_reaches_a_template_that_shows_it_only_after_a_structured_call(
             call="1", messages=messages[:2], tools=tools, ids=track.ids, completion=track.completion
         )
         assert renderer.prompt(messages, tools, [again]).ids == following.ids
+
+
+@pytest.mark.parametrize("name", ["harmony", "mistral"])
+def test_an_answer_without_ids_may_have_any_end(name: str) -> None:
+    renderer = Renderer(tokenizer(name))
+    written = renderer._template.written_call()
+    assert written is not None
+    text, end = written
+    (id,) = (one for one in renderer.end_ids if renderer.spell([one]) == end)
+    for ids in (None, [id]):
+        (call,) = renderer.read(text, [EXAMPLE_TOOL], ids=ids).calls
+        assert call.arguments == {"key": "pear"}
+    assert renderer.read(text, [EXAMPLE_TOOL], ids=[5]).calls == (), "no end token was sampled"
+    assert renderer.read(text, [EXAMPLE_TOOL], cut=True).calls == ()
