@@ -135,12 +135,14 @@ class Template:
 
     @cached_property
     def needs_calls(self) -> bool:
-        """Whether the template shows a tool result only after a message with `tool_calls`. After an answer whose text
-        contains the call, it refuses or drops the result. The templates of gpt-oss and Gemma 4 do so."""
+        """Whether the template takes a tool result only after a message with `tool_calls`. After an answer whose text
+        contains the call, it drops the result or refuses it or later messages. The templates of gpt-oss, Gemma 4 and
+        Mistral do so."""
         q, result = _say("user", "Qx"), {"role": "tool", "name": "lookup", "tool_call_id": _CALL["id"], "content": "Tx"}
         calling = {**_say("assistant", ""), "tool_calls": [_CALL]}
         after_text, after_call = (
-            self._try([q, asked, result], [_TOOL]) or "" for asked in (_say("assistant", "Ax"), calling)
+            self._try([q, asked, result, _say("assistant", "Bx"), q], [_TOOL]) or ""
+            for asked in (_say("assistant", "Ax"), calling)
         )
         return "Tx" in after_call and "Tx" not in after_text
 
