@@ -154,6 +154,7 @@ def _compact(message: Any) -> Any:
 ECHOES: dict[str, Callable[[Any], Any]] = {
     "arguments as compact JSON": _compact,
     "a space after the text": lambda message: message | {"content": f" {message['content']} \n"},
+    "a number as JavaScript writes it": lambda message: json.loads(json.dumps(message).replace("2.0", "2")),
     "another id": lambda message: message | {"tool_calls": [c | {"id": "client-1"} for c in message["tool_calls"]]},
     "all of them": lambda message: _compact(ECHOES["another id"](ECHOES["a space after the text"](message))),
 }
@@ -164,8 +165,8 @@ def test_an_answer_is_recognised_however_a_client_writes_it_back(echo: Callable[
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     answers = iter(
         [
-            'i add. <tool_call>{"name": "add", "arguments": {"a": 1, "b": [2, 3]}}</tool_call>',
-            'i add. <tool_call>{"name": "add", "arguments": {"b": [2, 3], "a": 1}}</tool_call>',
+            'i add. <tool_call>{"name": "add", "arguments": {"a": 1, "b": [2.0, 3]}}</tool_call>',
+            'i add. <tool_call>{"name": "add", "arguments": {"b": [2.0, 3], "a": 1}}</tool_call>',
             " done \n",
             "yes",
         ]
