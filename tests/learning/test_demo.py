@@ -1,4 +1,7 @@
-"""The demo learns from what it claims to learn from: three seeds with two controls each, and one with pictures."""
+"""The demo learns from what it claims to learn from: with two controls, with REINFORCE, and with pictures.
+
+One seed runs here. `benchmarks/shuffled_control.py` runs ten, and docs/measurements.md has their table.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,8 @@ def demo(out: Path, *words: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_grpo_learns_and_the_controls_dont(seed, tmp_path):
-    result = demo(tmp_path, "--seed", str(seed), "--controls")
+def test_grpo_learns_and_the_controls_dont(tmp_path):
+    result = demo(tmp_path, "--seed", "0", "--controls")
     print(json.dumps(result))
     held_out, controls = result["held_out"], result["controls"]
     assert held_out["before"] < 0.4
