@@ -19,13 +19,16 @@ tapereel export runs/demo demo.parquet
 tapereel export runs/demo demo.jsonl --split train --status finished --min-reward 1
 tapereel export runs/demo demo-dataset --tokenizer path/to/tokenizer
 tapereel export runs/demo shown.jsonl --format sft
+tapereel export runs/demo trajectories --format atif --split eval
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.add_argument("run", help="a run directory")
-    parser.add_argument("out", help="a .jsonl or .parquet file, or a folder for a dataset; must not exist yet")
+    parser.add_argument(
+        "out", help="a .jsonl or .parquet file, or a folder for a dataset or --format atif; must not exist yet"
+    )
     parser.add_argument(
         "--format",
         default="rows",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ...finetune.interchange.formats import FORMATS, read
+from ...finetune.interchange.formats import FORMATS, IMPORTS, read
 from ..console import Exit, answer
 
 EXAMPLE = """
@@ -20,8 +20,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format",
         required=True,
-        choices=list(FORMATS),
-        help="; ".join(f"{name}: {made.what}" for name, made in FORMATS.items()),
+        choices=IMPORTS,
+        help="; ".join(f"{name}: {FORMATS[name].what}" for name in IMPORTS),
     )
     parser.add_argument(
         "--split", help="split of the tapes, such as `train` or `demo` (default: the split in the file)"

@@ -17,9 +17,11 @@ from ...tapes.errors import UsageError
 from ...tapes.messages import image_parts
 from ...tapes.store.store import Store
 from ...tapes.value import Value
-from . import sets
+from . import atif, sets
 from .imported import Conversation, imported, write_tape
-from .record_files import BadImport, check_new, nothing, records, write_records
+from .record_files import BadImport, check_new, nothing, records, write_folders, write_records
+
+Reader = Callable[[Mapping[str, object], str], list[Conversation]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +35,12 @@ class Format:
     write: Callable[[Iterable[Tape]], Iterator[Mapping[str, object] | str]]
     """Function that converts tapes to records. For a tape that can't be converted, it yields the reason as a string
     instead."""
-    read: Callable[[Mapping[str, object], str], list[Conversation]]
+    read: Reader | None = None
     """Function that converts a record to conversations. Its second argument is the stem of the file's name. It raises
-    ValueError for an invalid record."""
+    ValueError for an invalid record. None if the format can't be imported."""
+    files: Callable[[Mapping[str, object], Callable[[str], bytes]], tuple[str, dict[str, bytes]]] | None = None
+    """Function that returns the name of a record's folder, and its files by name. Its second argument returns the bytes
+    of a picture, given the name of the picture's file. None if all records are in one file."""
 
 
 ENDINGS = (".jsonl", ".parquet")
@@ -56,8 +61,17 @@ FORMATS = {
             write=sets.write_preference,
             read=sets.read_preference,
         ),
+        Format(
+            name="atif",
+            what="a folder of trajectories for Harbor's tools (export only)",
+            loses=atif.LOSES,
+            write=atif.write_atif,
+            files=atif.atif_files,
+        ),
     )
 }
+IMPORTS = tuple(name for name, made in FORMATS.items() if made.read is not None)
+"""The formats that can be imported."""
 
 
 class Exchange(Value):
@@ -88,20 +102,23 @@ def write(tapes: Iterable[Tape], path: str | Path, format: str, *, images: bool 
     """Write closed `tapes` to the file `path`, as records of `format`.
 
     If `images` is true, the records have the tapes' pictures too, in a column `images`: as `datasets.Image` in Parquet,
-    and as data URLs in JSONL.
+    and as data URLs in JSONL. For `atif`, `path` is a folder, and each tape has a folder in it. Its pictures are always
+    files in this folder.
 
     Raises UsageError if `path` exists or has an ending that the format doesn't accept, and NothingToExport if no tape
     has a record. In both cases no file is written.
     """
     chosen, path = _format_of(format), Path(path)
-    check_new(path, ENDINGS, format)
+    check_new(path, ENDINGS if chosen.files is None else ("",), format)
+    images = images and chosen.files is None
     left_out: dict[str, int] = {}
-    seen, files = 0, dict[str, bytes]()
+    seen, files, newest = 0, dict[str, bytes](), list[Tape]()
 
     def counted() -> Iterator[Tape]:
         nonlocal seen
         for tape in tapes:
             seen += 1
+            newest[:] = [tape]
             shown = image_parts([m for turn in sets.turns_of(tape) for m in turn.messages]) if images else ()
             files.update({name: tape.picture(name) for name in {str(p["media"]) for p in shown} - files.keys()})
             yield tape
@@ -119,7 +136,11 @@ def write(tapes: Iterable[Tape], path: str | Path, format: str, *, images: bool 
             else:
                 yield record
 
-    n = write_records(kept(), path)
+    if chosen.files is None:
+        n = write_records(kept(), path)
+    else:
+        of_record = chosen.files
+        n = write_folders((of_record(record, newest[0].picture) for record in kept()), path)
     if not n:
         raise nothing(path, seen, left_out)
     return Exchange(
@@ -140,15 +161,17 @@ def read(path: str | Path, run: str | Path, format: str, *, split: str | None = 
     BadImport is raised and nothing is written.
     """
     chosen, path = _format_of(format), Path(path)
+    if chosen.read is None:
+        raise UsageError(f"the format {format} can only be exported; import one of {', '.join(IMPORTS)}")
     # The first pass only checks the records, so that no tape is written if a later record is invalid.
-    checked = sum(len(made) for made in _conversations(chosen, path))
+    checked = sum(len(made) for made in _conversations(format, chosen.read, path))
     if not checked:
         raise BadImport(f"{path} holds no record")
     run = Path(run)
     count = tapes = there = 0
     with Store.open(run, write=True) if (run / "tapes").is_dir() else Store.create(run) as store:
         known = imported(store)
-        for made in _conversations(chosen, path):
+        for made in _conversations(format, chosen.read, path):
             count += 1
             for one in made if split is None else (replace(one, split=split) for one in made):
                 key = (one.content, one.status.value)
@@ -164,16 +187,16 @@ def read(path: str | Path, run: str | Path, format: str, *, split: str | None = 
     return Exchange(path=str(run), format=format, records=count, tapes=tapes, there=there)
 
 
-def _conversations(chosen: Format, path: Path) -> Iterator[list[Conversation]]:
+def _conversations(format: str, of_record: Reader, path: Path) -> Iterator[list[Conversation]]:
     for place, record in records(path):
         try:
-            made = chosen.read(record, path.stem)
+            made = of_record(record, path.stem)
             for one in made:
-                write_tape(one, None, chosen.name)  # writes nothing, but raises an error if `one` can't become a tape
+                write_tape(one, None, format)  # writes nothing, but raises an error if `one` can't become a tape
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "record"
-            raise BadImport(f"{place} is no {chosen.name} record: {where}: {first['msg']}") from None
+            raise BadImport(f"{place} is no {format} record: {where}: {first['msg']}") from None
         except (ValueError, OverflowError) as error:
-            raise BadImport(f"{place} is no {chosen.name} record: {error}") from None
+            raise BadImport(f"{place} is no {format} record: {error}") from None
         yield made

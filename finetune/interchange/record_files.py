@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import itertools
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,6 +114,26 @@ def write_records(made: Iterable[Mapping[str, object]], path: Path) -> int:
             for record in itertools.chain([first], records):
                 file.write(to_json(record, inf_nan_mode="null") + b"\n")
                 n += 1
+    return n
+
+
+def write_folders(made: Iterable[tuple[str, Mapping[str, bytes]]], path: Path) -> int:
+    """Write a folder with a folder for each (name, files), and return their number. Without any, nothing is
+    written. Raises UsageError if a name comes twice."""
+    folders = iter(made)
+    first = next(folders, None)
+    if first is None:
+        return 0
+    n = 0
+    with completed(path) as partial:
+        shutil.rmtree(partial, ignore_errors=True)  # an earlier export that was killed may have left it
+        for name, files in itertools.chain([first], folders):
+            n += 1
+            if (partial / name).exists():
+                raise UsageError(f"two tapes have the name {name!r}, and a folder has one of them: leave one out")
+            for file, data in files.items():
+                (partial / name / file).parent.mkdir(parents=True, exist_ok=True)
+                (partial / name / file).write_bytes(data)
     return n
 
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, m
 from ...tapes import Message, Status, Tape, Task
 from ...tapes.common.stats import REWARD_LIMIT
 from ...tapes.messages import frames_of
+from ...tapes.records import Call
 from ...tapes.steps import PLACE, content_parts
 from .imported import Conversation, Said, checked_messages
 
@@ -34,11 +35,12 @@ def _as_text(tools: object) -> object:
 
 
 class Turn(NamedTuple):
-    """One model call in a tape: all messages of the request, the reply and the tools."""
+    """One model call in a tape: all messages of the request, the reply and the tools. `call` is its record."""
 
     messages: list[Message]
     reply: Message
     tools: tuple[dict[str, JsonValue], ...]
+    call: Call
 
     def follows(self, earlier: Turn) -> bool:
         """Return True if the messages begin with all messages of `earlier`, followed by its reply."""
@@ -49,7 +51,7 @@ class Turn(NamedTuple):
 def turns_of(tape: Tape) -> list[Turn]:
     """Return the model calls in a tape that have an answer."""
     return [
-        Turn(frames_of(tape.call_messages(call)), call.reply, tape.call_tools(call) or ())
+        Turn(frames_of(tape.call_messages(call)), call.reply, tape.call_tools(call) or (), call)
         for call in tape.calls
         if call.finish != "error" and not (call.finish == "cancelled" and not call.completion)
     ]

@@ -1,4 +1,4 @@
-"""Make the environment of the unmodified clients that are run through the gateway.
+"""Make the environment of the unmodified clients that are run through the gateway, and of the models of ATIF.
 
     python tests/contract/clients_env.py         (into .contract/clients; does nothing where it is there already)
 
@@ -22,6 +22,7 @@ PACKAGES = [
     "anthropic==2.14.0",
     "openai-agents==0.24.0",
     "pydantic-ai-slim[openai,anthropic]==2.68.0",
+    "atif==1.8.0",
 ]
 
 

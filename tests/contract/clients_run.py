@@ -155,6 +155,7 @@ CLIENTS: dict[str, Callable[[], Awaitable[str]]] = {
 
 
 def parse(path: Path) -> None:
+    import atif
     import pydantic
     from anthropic.types import Message, RawMessageStreamEvent
     from openai.types.responses import Response, ResponseStreamEvent
@@ -164,6 +165,7 @@ def parse(path: Path) -> None:
         "responses-event": ResponseStreamEvent,
         "messages": Message,
         "messages-event": RawMessageStreamEvent,
+        "atif": atif.Trajectory,
     }
     adapters = {kind: pydantic.TypeAdapter(model) for kind, model in models.items()}
     for line in path.read_text().splitlines():

@@ -10,7 +10,8 @@ import pytest
 
 from tapereel.cli import main
 from tapereel.cli.console import Exit
-from tapereel.finetune.interchange import FORMATS, read
+from tapereel.finetune.interchange import read
+from tapereel.finetune.interchange.formats import IMPORTS
 from tapereel.finetune.interchange.record_files import BadImport
 from tapereel.tapes.common.stats import REWARD_LIMIT
 from tapereel.tapes.errors import UsageError
@@ -70,7 +71,7 @@ def test_a_wrong_record_names_its_line_and_field(tmp_path: Path, record: Any, na
     refused(tmp_path / "t.jsonl", tmp_path, "line 2", named)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", IMPORTS)
 @pytest.mark.parametrize("record", [{}, {"messages": 3}, {"prompt": [], "completion": []}, {"chosen": [{}]}])
 def test_a_record_of_nothing_known_is_refused_by_every_format(tmp_path: Path, format: str, record: Any) -> None:
     (tmp_path / "t.jsonl").write_text(json.dumps(record) + "\n")

@@ -13,6 +13,7 @@ from datasets import Dataset
 from tapereel.cli import main
 from tapereel.cli.console import Exit
 from tapereel.finetune.interchange import FORMATS, read, write
+from tapereel.finetune.interchange.formats import IMPORTS
 from tapereel.finetune.interchange.record_files import BadImport
 from tapereel.tapes import ToolCalls
 from tapereel.tapes.errors import UsageError
@@ -41,7 +42,7 @@ def nameless(value: Any) -> Any:
     return [nameless(v) for v in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", IMPORTS)
 def test_what_came_in_goes_out_as_it_was(run: Path, tmp_path: Path, format: str) -> None:
     back = there_and_back(run, tmp_path, format)
     write(tapes_of(back), tmp_path / "again.jsonl", format)
@@ -49,7 +50,7 @@ def test_what_came_in_goes_out_as_it_was(run: Path, tmp_path: Path, format: str)
     assert lines(tmp_path / "out.jsonl")
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", IMPORTS)
 def test_imported_tapes_are_ordinary_tapes(run: Path, tmp_path: Path, format: str) -> None:
     back = there_and_back(run, tmp_path, format)
     assert verify(back).exit_code == 0
@@ -69,7 +70,7 @@ def test_calls_of_tools_come_back_as_calls(run: Path, tmp_path: Path) -> None:
     assert [m["role"] for m in tape.messages(path="agent")][:2] == ["system", "user"]
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", IMPORTS)
 def test_datasets_reads_both_kinds_of_file(run: Path, tmp_path: Path, format: str) -> None:
     cache = str(tmp_path / "cache")
     for ending, reader in ((".jsonl", Dataset.from_json), (".parquet", Dataset.from_parquet)):
@@ -165,7 +166,7 @@ def test_reading_a_file_again_adds_only_what_is_new_in_it(run: Path, tmp_path: P
     assert len(tapes_of(tmp_path / "into")) == 6
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", IMPORTS)
 def test_no_format_doubles_a_run(run: Path, tmp_path: Path, format: str) -> None:
     back = there_and_back(run, tmp_path, format)
     before = len(tapes_of(back))
