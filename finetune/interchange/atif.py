@@ -128,7 +128,7 @@ def _trajectory(tape: Tape, steps: _Steps) -> _Fields:
     )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Conversation:
     """A conversation of the agent at the path `by`. All messages in `read` are steps already."""
 
@@ -247,13 +247,12 @@ class _Steps:
             (step or to.steps[-1]).setdefault("observation", {"results": []})["results"].append(result)
             return
         thought = message.get("reasoning_content") or message.get("reasoning")
+        if role == "tool":
+            fields["extra"] = {k: message[k] for k in ("role", "name", "tool_call_id") if message.get(k)}
         step = _known(
             source=source,
             message=content,
             is_copied_context=copied or None,
-            extra={k: message[k] for k in ("role", "name", "tool_call_id") if message.get(k)}
-            if role == "tool"
-            else None,
             **fields,
         )
         if source == "agent":
@@ -372,7 +371,7 @@ def _total(metrics: Sequence[_Fields], name: str) -> float | None:
 
 
 def _content(content: object) -> str | list[_Fields]:
-    if not isinstance(content, list):
+    if not isinstance(content, list) or not content:
         return content if isinstance(content, str) else ""
     return [_part(part) for part in content]
 

@@ -262,6 +262,26 @@ def changed(tape: Tape, /, **fields: Any) -> Tape:
     return Tape.of(json.dumps(one).encode() for one in made)
 
 
+def test_steps_without_calls_are_steps_that_no_model_made(tmp_path: Path) -> None:
+    records = [json.loads(body) for body in tools().bodies]
+    made = [one | ({"calls": []} if one["t"] == "step" else {}) for one in records if one["t"] != "call"]
+    steps = exported(Tape.of(json.dumps(one).encode() for one in made), tmp_path)["steps"]
+    assert [step["source"] for step in steps] == ["user", "agent", "agent", "agent"]
+    assert [step.get("llm_call_count") for step in steps] == [None, 0, 0, 0]
+    assert [len(step.get("tool_calls", ())) for step in steps] == [0, 2, 1, 0]
+    assert [one["source_call_id"] for one in steps[1]["observation"]["results"]] == ["call_0", "call_1"]
+    assert [step["extra"]["kind"] for step in steps[1:]] == ["tool_calls", "tool_calls", "answer"]
+
+
+def test_an_empty_message_is_there(tmp_path: Path) -> None:
+    records = [json.loads(body) for body in tools().bodies]
+    for one in records:
+        for message in one.get("messages", ()):
+            message["content"] = []
+    steps = exported(Tape.of(json.dumps(one).encode() for one in records), tmp_path)["steps"]
+    assert [(step["source"], step["message"]) for step in steps[1:3]] == [("system", ""), ("user", "")]
+
+
 def test_a_component_that_failed_has_no_value(tmp_path: Path) -> None:
     made = exported(changed(tools(), value="NaN"), tmp_path)
     (component,) = made["extra"]["rewards"]
