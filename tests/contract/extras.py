@@ -250,6 +250,15 @@ def browser() -> None:
         assert page.locator(".trow[data-tape]").count() == 4
 
 
+def verifiers() -> None:
+    folder = ROOT / "tests" / "contract"
+    subprocess.run(
+        [sys.executable, folder / "verifiers_run.py", "failing"],
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        check=True,
+    )
+
+
 SMOKES: dict[str, Callable[[], object]] = {
     "train": trained,
     "lora": lora,
@@ -266,6 +275,7 @@ SMOKES: dict[str, Callable[[], object]] = {
     "mcp": script("mcp_agent.py", r"finished 1\.0"),
     "math": mathematics,
     "browser": browser,
+    "verifiers": verifiers,
 }
 """Extra -> its use. `vllm` is not here: it is only resolved."""
 
