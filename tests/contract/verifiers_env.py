@@ -34,7 +34,9 @@ STEPS = [
         "pyyaml",
         "rich",
         "tenacity==9.2.1",
+        "tomli-w==1.2.0",
         "tqdm",
+        "uvicorn==0.54.0",
     ],
     ["--no-deps", "--editable", str(ROOT)],
 ]
