@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,14 +39,30 @@ def browse(ids: Sequence[str], at: int, show: Callable[[str], None], tell: Calla
 
 @contextmanager
 def _keys() -> Iterator[Callable[[], str]]:
-    """Provide a function that waits for a key and returns it, or an empty string if the terminal is closed."""
+    """Provide a function that waits for a key and returns it, or an empty string if the terminal is closed.
+
+    Python runs a signal's handler between two of its instructions. A Ctrl-C that arrives just before a `read` begins
+    would go unnoticed until the next key, so the wait also ends on a byte that the signal itself writes.
+    """
     import termios
     import tty
 
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
-    tty.setcbreak(terminal)
+    signalled, by_signal = os.pipe()
+    os.set_blocking(by_signal, False)
+    previous = signal.set_wakeup_fd(by_signal)
+
+    def key() -> str:
+        while terminal not in (ready := select.select([terminal, signalled], [], [])[0]):
+            os.read(ready[0], 1)
+        return os.read(terminal, 1).decode(errors="replace")
+
     try:
-        yield lambda: os.read(terminal, 1).decode(errors="replace")
+        tty.setcbreak(terminal)
+        yield key
     finally:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+        signal.set_wakeup_fd(previous)
+        os.close(signalled)
+        os.close(by_signal)

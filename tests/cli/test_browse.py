@@ -46,13 +46,13 @@ class Screen:
 
 
 @contextmanager
-def screen(*words: str) -> Iterator[Screen]:
+def screen(*words: str, program: tuple[str, ...] = ("-m", "tapereel.cli")) -> Iterator[Screen]:
     """Run `tapereel show` with these arguments in a terminal."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     before = termios.tcgetattr(slave)
     process = subprocess.Popen(
-        [sys.executable, "-m", "tapereel.cli", "show", *words],
+        [sys.executable, *program, "show", *words],
         stdin=slave,
         stdout=slave,
         stderr=slave,
@@ -107,6 +107,40 @@ def test_ctrl_c_ends_it(library):
         shown.wait_for("tape 1 of 7")
         os.kill(shown.process.pid, signal.SIGINT)
         assert shown.process.wait() == Exit.HOLDS
+
+
+INTERRUPTED_BEFORE_THE_WAIT = """
+import ctypes, itertools, operator, os, select, sys
+from tapereel.cli import main
+
+libc, waits = ctypes.CDLL(None), [(os, "read"), (select, "select")]
+real = {name: getattr(module, name) for module, name in waits}
+
+def first_wait(name):
+    def wait(*args):
+        for module, other in waits:
+            setattr(module, other, real[other])
+        # starmap and call are written in C: no handler runs between the signal and the wait.
+        return list(itertools.starmap(operator.call, [(libc["raise"], 2), (real[name], *args)]))[1]
+    return wait
+
+def tell(*args, **named):
+    print("now")
+    for module, name in waits:
+        setattr(module, name, first_wait(name))
+
+from tapereel.cli.look import browse
+shown = browse.browse
+browse.browse = lambda ids, at, show, _: shown(ids, at, show, tell)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_ctrl_c_just_before_it_waits_for_a_key_ends_it(library):
+    path, _ = library
+    with screen(path, "--browse", program=("-c", INTERRUPTED_BEFORE_THE_WAIT)) as shown:
+        shown.wait_for("now")
+        assert shown.process.wait(60) == Exit.HOLDS
 
 
 def test_without_a_terminal_it_is_wrong_usage(library, capsys: pytest.CaptureFixture[str]):
