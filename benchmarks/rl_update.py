@@ -1,6 +1,6 @@
-"""One RL update: ours against plain cross-entropy over all logits, TapeAgents' `rl_step` and TorchRL's `GRPOLoss`.
+"""One RL update: ours against cross-entropy over whole logits, TapeAgents' `rl_step` and TorchRL's `GRPOLoss`.
 
-    python benchmarks/rl_update.py                                     # ours and plain
+    python benchmarks/rl_update.py                                     # ours, own and plain
     python benchmarks/rl_update.py --tapeagents PYTHON --torchrl PYTHON [--vocabulary 152000 --rows 2]
 
 A two-layer Llama of width 128, one thread, float32; half of each row's tokens are the agent's own (the case is in
@@ -10,6 +10,7 @@ seconds of CPU and of wall, the process's peak above what it held before the fir
 same round.
 
     ours        Trainer.update with the recipe grpo: own positions only, the vocabulary in chunks
+    own         logits of the agent's own positions in one piece, cross-entropy, clipped loss, backward
     plain       logits of every position in float32, log_softmax, gather, clipped loss, backward
     tapeagents  python -m venv ta; ta/bin/pip install torch==2.13.0 tapeagents==0.1.16 transformers==4.51.3
                 "wandb~=0.19" peft==0.12 "datasets~=2.21.0" "numpy~=1.26" accelerate==1.7.0 "pyarrow<19"
@@ -102,7 +103,7 @@ def main() -> None:
     shape = [str(n) for n in (args.vocabulary, args.rows, args.length, args.reps)]
     commands = {
         "ours": [sys.executable, __file__, "ours"],
-        "plain": [sys.executable, str(HERE / "peers" / "plain_update.py")],
+        **{name: [sys.executable, str(HERE / "peers" / f"{name}_update.py")] for name in ("own", "plain")},
     }
     for name in ("tapeagents", "torchrl"):
         if python := getattr(args, name):

@@ -85,7 +85,8 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
         "gradients": trained * WIDE + (output * WIDE if lora is None else 0),
         "activations": max(layer * whole, patches) + inputs + micro * (3 * shape.feed + 2 * shape.width) * WIDE,
         "weights cast by autocast": shape.body * NARROW if narrow and own == WIDE else 0,
-        "logits": 64 << 20,
+        # The sizes of `lm_head.CHUNK` and `lm_head.CHUNK_ROWS`. That module imports torch, and this one doesn't.
+        "logits": 4 * WIDE * max(1 << 22, 55 * shape.vocabulary),
     }
     # After the update, a copy of the weights is published. Tied weights occur twice in it. The check of the delivery
     # needs 5 times 144 rows of logits.

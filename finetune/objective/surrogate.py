@@ -48,7 +48,7 @@ class Surrogate(Term):
 
     @property
     def local(self) -> bool:
-        """True if a token's loss doesn't depend on other tokens, so that any split into micro-batches is possible.
+        """True if a token's loss doesn't depend on other tokens, so that the batch can be split in any way.
 
         False is always correct, but then the trainer needs a second forward pass.
         """

@@ -42,6 +42,9 @@ class Scores(NamedTuple):
     """(T,) log softmax(logits / temperature) of the token, float32 or wider."""
     entropy: Tensor | None
     """(T,) entropy of softmax(logits / temperature) in nats, or None if it wasn't requested."""
+    loss: Tensor | None = None
+    """() loss of the tokens, with gradient, if it was computed together with the log-probs. These then have no
+    gradient."""
 
 
 def forward(model: nn.Module, micro: Micro, how: Score = RECORDED, *, entropy: bool = False) -> Scores:
@@ -49,8 +52,20 @@ def forward(model: nn.Module, micro: Micro, how: Score = RECORDED, *, entropy: b
     return read_out(model, states(parts(model)[0], micro, model), micro, how, entropy=entropy)
 
 
-def read_out(model: nn.Module, hidden: Tensor, micro: Micro, how: Score, *, entropy: bool = False) -> Scores:
-    """Return the scores of the micro-batch's tokens, from the hidden states (n, D) that predict them (see `states`)."""
+def read_out(
+    model: nn.Module,
+    hidden: Tensor,
+    micro: Micro,
+    how: Score,
+    *,
+    entropy: bool = False,
+    loss: head.TokenLoss | None = None,
+) -> Scores:
+    """Return the scores of the micro-batch's tokens, from the hidden states (n, D) that predict them (see `states`).
+
+    With `loss`, the loss and its gradient are computed together with the log-probs, but only on a CPU and without
+    `entropy`. On a GPU, every chunk would have to wait for the loss, which is computed on the CPU.
+    """
     _, output = parts(model)
     temperature = torch.ones_like(micro.temperature) if how.temperature == "one" else micro.temperature
     if not bool((temperature > 0).all()):
@@ -66,8 +81,11 @@ def read_out(model: nn.Module, hidden: Tensor, micro: Micro, how: Score, *, entr
         weight, bias = output.weight.to(dtype), None if output.bias is None else output.bias.to(dtype)
         # With `temperature = one`, the model's own distribution is scored, including the ids that the sampler excluded.
         barred = None if how.temperature == "one" else micro.barred
-        found = head.log_probs(hidden.to(dtype), weight, bias, micro.token, temperature, entropy=entropy, barred=barred)
-        return Scores(*found)
+        inputs = hidden.to(dtype), weight, bias, micro.token, temperature
+        if loss is None or entropy or hidden.device.type != "cpu":
+            return Scores(*head.log_probs(*inputs, entropy=entropy, barred=barred))
+        lp, total = head.loss_in_one_pass(*inputs, loss, barred=barred)
+        return Scores(lp, None, total)
 
 
 def states(body: nn.Module, micro: Micro, model: nn.Module) -> Tensor:

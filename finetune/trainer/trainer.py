@@ -30,6 +30,7 @@ from ..objective import KL, Context, Moments, RewardKL, Sums
 from ..objective import loss as objective
 from ..objective.recipe import Recipe
 from .critic import CriticTrainer
+from .lm_head import TokenLoss
 from .logprobs import (
     Micro,
     Scores,
@@ -310,7 +311,8 @@ class Trainer(PolicyTrainer):
         pulls: list[Tensor] | None = None
         for micro in micros:
             if done.skipped is None:
-                scores, aux = self.ranks.run(self.model, partial(self._forward, micro, balance, done.sums))
+                loss = self._by_chunk(part, micro, whole)
+                scores, aux = self.ranks.run(self.model, partial(self._forward, micro, balance, done.sums, loss))
                 if aux is not None:
                     context.add_part("aux", float(aux.detach()))
                 tensors, pulls = self._pulls(micro, scores, aux, whole, part, context, done)
@@ -344,19 +346,36 @@ class Trainer(PolicyTrainer):
         if self.recipe.surrogate.advantages:
             old, fresh = part.batch.stream.old[micro.index], part.batch.stream.fresh
             observe(scores.logprob.detach(), old, done.sums, None if fresh is None else fresh[micro.index])
-        if whole is not None:
-            tensors = [t for t in scores if t is not None]
-            pulls = [g[micro.index].to(t.device) for t, g in zip(tensors, whole, strict=True)]
-            if aux is None:
-                return tensors, pulls
+        others = [] if aux is None else [aux]
+        if whole is None:
+            # If the output layer has already computed the gradient, this call only adds the metrics.
+            loss = part.loss(scores.logprob, scores.entropy, micro.index, context, tuple(self.betas))
+            value = float(sum(others, loss).detach())
+            done.loss += value
+            if not isfinite(value):
+                done.skipped = "loss"
+            return [loss if scores.loss is None else scores.loss, *others], None
+        if aux is not None:
             done.loss += float(aux.detach())
-            return [*tensors, aux], [*pulls, torch.ones_like(aux)]
-        loss = part.loss(scores.logprob, scores.entropy, micro.index, context, tuple(self.betas))
-        loss = loss if aux is None else loss + aux
-        done.loss += float(loss.detach())
-        if not bool(loss.isfinite()):
-            done.skipped = "loss"
-        return [loss], None
+        if scores.loss is not None:
+            return [scores.loss, *others], None
+        tensors = [t for t in scores if t is not None]
+        pulls = [g[micro.index].to(t.device) for t, g in zip(tensors, whole, strict=True)]
+        return [*tensors, *others], [*pulls, *map(torch.ones_like, others)]
+
+    def _by_chunk(self, part: objective.Part, micro: Micro, whole: list[Tensor] | None) -> TokenLoss | None:
+        """Return the loss of any chunk of the micro-batch's tokens, for `read_out`.
+
+        Return None if a chunk has no loss by itself, because the loss of a token depends on other tokens. If `_whole`
+        has already computed the gradient, `whole`, the chunk's part of it is enough.
+        """
+        if whole is not None:
+            pull = whole[0][micro.index]
+            return lambda lp, at: (pull[at] * lp).sum()
+        if not self.recipe.local:
+            return None
+        betas = tuple(self.betas)
+        return lambda lp, at: part.loss(lp, None, micro.index[at], Context(moments=self.moments), betas)
 
     def _whole(self, rows: Sequence[Row], part: objective.Part, context: Context, done: Accumulated) -> list[Tensor]:
         """Return the gradient of the loss with respect to all log-probs (and entropies). This is needed if the loss of
@@ -392,10 +411,10 @@ class Trainer(PolicyTrainer):
         return self.ranks.run(self.model, partial(load, body, micros, self.ranks.add_up, self.model))
 
     def _forward(
-        self, micro: Micro, load: Load | None, sums: Sums, *, demonstrations: bool = False
+        self, micro: Micro, load: Load | None, sums: Sums, loss: TokenLoss | None, *, demonstrations: bool = False
     ) -> tuple[Scores, Tensor | None]:
         """Return the scores of the micro-batch's tokens, and its part of the load-balancing loss or None without
-        `load`. Demonstrations are scored at temperature 1, without entropy."""
+        `load`. Demonstrations are scored at temperature 1, without entropy. For `loss`, see `read_out`."""
         recipe, body = self.recipe, parts(self.model)[0]
         how = recipe.score.model_copy(update={"temperature": "one"}) if demonstrations else recipe.score
         aux = None
@@ -410,8 +429,8 @@ class Trainer(PolicyTrainer):
             if self.vision is not None:
                 hidden = reaching(hidden, self.vision.tower(self.model))
             entropy = recipe.needs_entropy and not demonstrations
-            lp, h = read_out(self.model, hidden, micro, how, entropy=entropy)
-        return Scores(lp.cpu(), None if h is None else h.cpu()), aux
+            scores = read_out(self.model, hidden, micro, how, entropy=entropy, loss=loss)
+        return Scores(scores.logprob.cpu(), *(None if t is None else t.cpu() for t in scores[1:])), aux
 
     def _add_demonstrations(self, demonstrations: tuple[Sequence[Row], objective.Part], done: Accumulated) -> None:
         """Add the gradient of the demonstrations. The update is then applied even if no token of the rollout batch has
@@ -427,11 +446,11 @@ class Trainer(PolicyTrainer):
             return
         done.skipped = None
         for micro in micros:
-            forward = partial(self._forward, micro, balance, done.sums, demonstrations=True)
+            loss_of = partial(self._imitation_loss, part, micro)
+            forward = partial(self._forward, micro, balance, done.sums, loss_of, demonstrations=True)
             scores, aux = self.ranks.run(self.model, forward)
-            lp = scores.logprob
-            done.sums.add("demonstrations/nll", -lp.detach())
-            loss = scale * part.loss(lp, None, micro.index, Context(), ())
+            done.sums.add("demonstrations/nll", -scores.logprob.detach())
+            loss = loss_of(scores.logprob, slice(None)) if scores.loss is None else scores.loss
             nll = float(loss.detach())
             if aux is not None:
                 loss = loss + scale * aux
@@ -443,6 +462,9 @@ class Trainer(PolicyTrainer):
             done.loss += float(loss.detach())
             extra.add_part("nll", nll)
             loss.backward()
+
+    def _imitation_loss(self, part: objective.Part, micro: Micro, lp: Tensor, at: slice) -> Tensor:
+        return self.recipe.imitation * part.loss(lp, None, micro.index[at], Context(), ())
 
     def _after(self, prepared: Prepared, sums: Sums, part: objective.Part) -> None:
         """Finish an applied update: count it, change the adaptive KL coefficients, and update the average of the

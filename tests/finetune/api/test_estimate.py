@@ -19,6 +19,7 @@ from tapereel.finetune.api.estimate import estimate
 from tapereel.finetune.loop.loop_config import RECIPES
 from tapereel.finetune.recipes import RECIPES as REAL
 from tapereel.finetune.run.train_config import TrainConfig
+from tapereel.finetune.trainer import lm_head
 from tapereel.finetune.trainer.logprobs import be_still
 from tapereel.tapes.common.config import load_config
 
@@ -202,3 +203,12 @@ def test_a_frozen_tower_has_no_gradient_and_a_trained_one_keeps_activations(fami
     assert features.requires_grad
     real = (sum(kept.values()) - sum(p.numel() * 4 for p in tower.parameters())) / seen[0].patches
     assert 0.5 < shape.seen[0] * shape.seen[1] * 16 * 4 / real < 2
+
+
+@pytest.mark.parametrize("vocabulary", [32_000, 152_000])
+def test_the_logits_are_four_chunks_of_the_output_layer(vocabulary: int, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "vocab_size": vocabulary}))
+    made = estimate(load_config(TrainConfig, None, [f"engine.model={tmp_path}", f"engine.capacity={TOKENS}"]))
+    assert made is not None
+    chunk = 4 * max(lm_head.CHUNK, lm_head.CHUNK_ROWS * vocabulary)
+    assert made["GiB"]["logits"] == pytest.approx(4 * chunk / 2**30, abs=1e-3)

@@ -54,6 +54,7 @@ def test_scores_and_gradients_are_those_of_the_distribution_without_the_ids(
     way: dict[str, Any], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lm_head, "CHUNK", chunk)
+    monkeypatch.setattr(lm_head, "CHUNK_ROWS", 1)
     model, rows = tiny_model(), barred_rows()
     want_lp, want_h = dense(model, rows)
     weight = torch.linspace(-1, 1, len(want_lp), dtype=torch.float64)

@@ -40,6 +40,7 @@ def peak(work: Any) -> int:
 @pytest.mark.parametrize("bonus", [0.0, 0.1])
 def test_an_update_never_holds_the_logits_of_its_tokens(bonus, monkeypatch):
     monkeypatch.setattr(head, "CHUNK", 8 * VOCABULARY)
+    monkeypatch.setattr(head, "CHUNK_ROWS", 1)
     model = tiny_model(torch.float32, vocab_size=VOCABULARY, max_position_embeddings=512)
     rows = [row(f"t{i}", turns=(TOKENS // 4,)) for i in range(4)]
     episodes = [episode(r.tape, r.group, reward=float(i)) for i, r in enumerate(rows)]

@@ -123,9 +123,10 @@ def test_several_processes_give_the_account_that_one_process_gives(found, kind: 
     lead, follower = (found[f"{kind} shared"][rank][case.name] for rank in (0, 1))
     for one in (lead, alone):  # a rank counts by the reason it knows
         one["state"]["skips"] = sum(one["state"]["skips"].values())
-    same(lead, alone, case.name, atol=1e-11)  # over eight steps of Adam
+    # Over eight steps of Adam, rounding grows. One process with other micro-batches differs from itself by 1.5e-11.
+    same(lead, alone, case.name, atol=1e-10)
     assert follower["steps"] == len(lead["steps"])
-    same(follower["weights"], alone["weights"], "the other's weights", atol=1e-11)
+    same(follower["weights"], alone["weights"], "the other's weights", atol=1e-10)
 
 
 @pytest.mark.ledger("T50")

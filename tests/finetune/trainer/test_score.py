@@ -159,9 +159,11 @@ def test_the_chunked_head_and_its_backward_equal_autograd_of_the_plain_softmax(
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-def test_no_tensor_of_tokens_by_vocabulary_is_ever_alive(monkeypatch):
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_no_tensor_of_tokens_by_vocabulary_is_ever_alive(one_pass, monkeypatch):
     """Counts the largest two-dimensional tensor that the head makes, forward and backward."""
     monkeypatch.setattr(head, "CHUNK", 16 * 101)
+    monkeypatch.setattr(head, "CHUNK_ROWS", 1)
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -175,8 +177,11 @@ def test_no_tensor_of_tokens_by_vocabulary_is_ever_alive(monkeypatch):
 
     hidden, weight = torch.randn(64, 8, requires_grad=True), torch.randn(101, 8, requires_grad=True)
     with Watch():
-        lp, _ = head.log_probs(hidden, weight, None, torch.zeros(64, dtype=torch.int64), torch.ones(64))
-        lp.sum().backward()
+        inputs = hidden, weight, None, torch.zeros(64, dtype=torch.int64), torch.ones(64)
+        if one_pass:
+            head.loss_in_one_pass(*inputs, lambda lp, at: lp.sum())[1].backward()
+        else:
+            head.log_probs(*inputs)[0].sum().backward()
     assert largest == 16
 
 
