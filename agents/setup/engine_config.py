@@ -25,7 +25,7 @@ from ...tapes.records import Publish, Sampling
 from ..engines.embedded.pretrained import Dtype
 from ..engines.engine import Capability, Engine, EngineError, Request, require
 from ..engines.scripted import Policy, ScriptedEngine
-from ..engines.servers.server_config import Address, RequestConfig, ServerSettings
+from ..engines.servers.server_config import Address, RequestConfig, ServerSettings, addresses
 from ..engines.weights.weight_config import AdapterConfig
 from ..vision.vision import VideoTokens
 
@@ -219,10 +219,10 @@ class ServerConfig(SlotsConfig, OptionsConfig, ServerSettings):
                 f"nccl sets the address from which weights are broadcast, but publish is {self.publish!r}: set "
                 "publish=nccl, or leave nccl out"
             )
-        if self.nccl is not None and self.nccl.port is not None and self.nccl.port + len(self.urls) - 1 > 65535:
+        servers = 1 if isinstance(self.urls, str) else len(self.urls)
+        if self.nccl is not None and self.nccl.port is not None and self.nccl.port + servers - 1 > 65535:
             raise ValueError(
-                f"nccl.port={self.nccl.port}: {len(self.urls)} servers take as many ports from there on, "
-                "and 65535 is the last"
+                f"nccl.port={self.nccl.port}: {servers} servers take as many ports from there on, and 65535 is the last"
             )
         return self
 
@@ -310,12 +310,15 @@ def check_models(engines: Iterable[AnyEngineConfig]) -> None:
     """Find the models and tokenizers of these engines, and download the ones that are only on the hub.
 
     This is called before torch is imported, so that a wrong name fails at once. Raises UsageError if a name matches no
-    model. Raises MissingExtra if native video is set and torchvision is missing.
+    model, or if the file in `urls` can't be used. Raises MissingExtra if native video is set and torchvision is
+    missing.
     """
     for engine in engines:
         name = engine.tokenizer if isinstance(engine, ScriptedConfig) else engine.model
         if name is not None and not isinstance(engine, LiteLLMConfig):
             model_folder(name)
+        if isinstance(engine, ServerConfig):
+            addresses(engine.urls)
         if isinstance(engine, RenderedConfig) and engine.renderer.video == "native":
             from ..vision.video import need_torchvision
 

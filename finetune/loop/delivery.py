@@ -146,7 +146,15 @@ class Delivery:
         floor = max(FLOOR.get(self.autocast or next(self.model.parameters()).dtype, NARROW), tolerance or 0.0)
         bound = max(floor, FIRST if self._clean is None else MARGIN * self._clean)
         asked = [_beginning(self._row, place) for place in self._places]
-        answers = await asyncio.gather(*(_ask(name, sampler, asked) for name, sampler in samplers.items()))
+        found = await asyncio.gather(
+            *(_ask(name, sampler, asked) for name, sampler in samplers.items()), return_exceptions=True
+        )
+        answers = []
+        for name, answer in zip(samplers, found, strict=True):
+            if isinstance(answer, _Answer):
+                answers.append(answer)
+            elif not copies or name in cast(CapableEngine, lead).samplers or not isinstance(answer, EngineError):
+                raise answer  # otherwise, the engine has left this sampler out since it was asked
         gaps = [answer.gaps(self._versions) for answer in answers]
         newest = [to_versions[-1] for to_versions in gaps]
         for answer, to_versions in zip(answers, gaps, strict=True):

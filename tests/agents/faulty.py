@@ -144,6 +144,28 @@ class FaultyServer:
         return web.json_response({})
 
 
+class Mortal(FaultyServer):
+    """Dies at a step: from then on each connection is closed without an answer."""
+
+    def __init__(self, step: str = "", dead: bool = False) -> None:
+        super().__init__()
+        self.last, self.dead = step, dead
+
+    async def about(self, request: web.Request) -> web.StreamResponse:
+        return await (dropped(request, {}) if self.dead else super().about(request))
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        return await (dropped(request, {}) if self.dead else super().generate(request))
+
+    async def step(self, request: web.Request) -> web.StreamResponse:
+        self.dead = self.dead or request.path == self.last
+        return await (dropped(request, {}) if self.dead else super().step(request))
+
+    def revive(self) -> None:
+        """Come up as a new process, with the weights that it began with."""
+        self.last, self.dead, self.version = "", False, "default"
+
+
 def chunks(answer: dict[str, Any]) -> list[Any]:
     """The same as a stream: a token each, the versions with the last, then the usage."""
     (choice,) = answer["choices"]

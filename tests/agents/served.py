@@ -299,12 +299,13 @@ class Served:
 
     def test_a_publish_that_fails_is_told_and_nothing_is_sampled_after_it(self, runs: Runs) -> None:
         async def test(engine: RemoteEngine) -> None:
-            class Lost(type(engine._syncs[0])):  # its folder is gone when it is to be read
+            (member,) = engine.fleet.members
+
+            class Lost(type(member.sync)):  # its folder is gone when it is to be read
                 async def update(self, folder: Any) -> None:
                     await super().update(folder / "nowhere")
 
-            (sync,) = engine._syncs
-            engine._syncs = (Lost(sync.server),)  # type: ignore[attr-defined]
+            member.sync = Lost(member.server)
             with pytest.raises(PublishFailed, match="update"):
                 await engine.sync_weights(self.policy(1).state_dict(), f"{engine.version}+lost")
             with pytest.raises(EngineError, match="publish"):

@@ -151,7 +151,7 @@ def standing_still(server: int) -> Iterator[None]:
 async def stood_still(lab: Lab, url: str, server: int) -> str:
     """What is said of workers that don't take what is sent; a trainer that comes after that finds the server well."""
     engine = await engine_of(lab, url, seconds=5.0)
-    (sync,) = engine._syncs
+    sync = engine.fleet.members[0].sync
     update = sync.update
 
     async def late(folder: Path) -> None:

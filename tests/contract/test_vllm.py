@@ -109,6 +109,7 @@ def test_both_dialects_sample_the_same(with_engine: Callable[[Test], Any], serve
             engine.capabilities,
             served.servers(server),
             version=engine.version,
+            syncs=[VLLMReload(Server(server))],
         )
         other = await plain.complete(request)
         await plain.close()
@@ -249,7 +250,8 @@ def test_no_prompt_is_read_with_the_cache_of_older_weights(
         assert off(0, request, await engine.complete(request)) < CLOSE
         if not reset:
             forgetful = NoReset if way == "reload" else NoResetTransfer
-            engine._syncs = tuple(forgetful(server) for server in engine._servers)
+            for member in engine.fleet.members:
+                member.sync = forgetful(member.server)
         await engine.sync_weights(policy(1).state_dict(), f"{engine.version}+reset")
         return off(1, request, await engine.complete(request))
 

@@ -87,14 +87,15 @@ def test_an_engine_killed_in_mid_update(mortal: LocalServer, folder: Path, tmp_p
                 "weights_folder": str(tmp_path / "weights"),
             },
         )
-        proxy.moment = Moment("/collective_rpc", "asked", 3, lambda: kill_engine(mortal))
+        death = Moment("/collective_rpc", "asked", 3, lambda: kill_engine(mortal))
+        proxy.moments = [death]
         # What notices first: the publish, or the episodes, which have no other server.
         told = rf"`update`.*{proxy.url}.*resume=True|{proxy.url}.*(resume|engine\.patience.*20)"
         with pytest.raises((PublishFailed, NothingUsable, EngineStopped), match=told):
             train(config, run)
-        assert proxy.moment.happened
+        assert death.happened
         assert verify(run).exit_code == 0
-        proxy.moment = None
+        proxy.moments = []
         mortal.stop()
         asyncio.run(mortal.start())
         summary = train(config, run, resume=True)
@@ -113,7 +114,7 @@ def test_a_server_whose_update_was_cut_off_takes_the_next_one(
     """A trainer died when weights were to come, or another server did; this one lives, paused, in mid-update."""
 
     async def test(engine: RemoteEngine) -> None:
-        (sync,) = engine._syncs
+        sync = engine.fleet.members[0].sync
         await sync.pause("reprefill")
         await sync.start()
         config = servers(server, model=folder, way=way, weights_folder=tmp_path / "later")
@@ -124,8 +125,9 @@ def test_a_server_whose_update_was_cut_off_takes_the_next_one(
             for k, cut_off in enumerate((True, True, False)):
                 version = f"{way}/{tmp_path.name}/{k}"
                 if cut_off:
-                    whole = later._syncs[0].update
-                    later._syncs[0].update = partial(cut, whole if (way, k) == ("transfer", 1) else None)
+                    cut_sync = later.fleet.members[0].sync
+                    whole = cut_sync.update
+                    cut_sync.update = partial(cut, whole if (way, k) == ("transfer", 1) else None)
                     with pytest.raises(PublishFailed, match="`update`"):
                         await later.sync_weights(policy(1).state_dict(), version)
                     await later.close()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tapereel.agents.engines.servers import lora_servers, server_engine
+from tapereel.agents.engines.servers import fleet, lora_servers
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.weights.weight_config import add_adapters
 from tapereel.agents.engines.weights.weight_sync import VLLMReload
@@ -60,7 +60,7 @@ def test_a_fault_is_found_in_the_update_that_it_hits(
     with_engine: Callable[..., Any], way: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     past: list[dict[str, Tensor]] = []
-    module, name = (lora_servers, "write_adapter") if way == "lora" else (server_engine, "write_weights")
+    module, name = (lora_servers, "write_adapter") if way == "lora" else (fleet, "write_weights")
     real = getattr(module, name)
 
     def write(state: dict[str, Tensor], *rest: Any) -> None:

@@ -161,7 +161,7 @@ def test_answers_of_two_versions_are_told_apart_and_one_that_names_none_is_not_g
     async def test(engine: RemoteEngine) -> None:
         await engine.sync_weights(policy(0).state_dict(), "run:1")
         asked = asyncio.create_task(engine.complete(ask("mixed")))
-        while not engine._servers[0].in_flight:  # noqa: ASYNC110  # nothing tells of it
+        while not engine.fleet.members[0].server.in_flight:  # noqa: ASYNC110  # nothing tells of it
             await asyncio.sleep(0)
         await engine.sync_weights(policy(0).state_dict(), "run:2")
         found = await asked
@@ -182,7 +182,7 @@ def test_weights_that_the_server_cannot_read_end_the_engine_and_leave_the_server
             await engine.sync_weights(policy(0).state_dict(), "broken")
         with pytest.raises(EngineError, match="publish"):
             await engine.complete(ask("healthy"))
-        label = await engine._servers[0].get("/weight_info")
+        label = await engine.fleet.members[0].server.get("/weight_info")
         assert "unknown" in label["weight_version"]
 
     using(stub, folder, test, weights=tmp_path)

@@ -16,7 +16,7 @@ from tapereel.agents.engines.servers.lora_servers import AdapterEngine
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.servers.vllm import Chat, Completions
 from tapereel.agents.engines.transport.http_channel import Server
-from tapereel.agents.engines.weights.weight_sync import PublishFailed
+from tapereel.agents.engines.weights.weight_sync import PublishFailed, VLLMReload
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.run.train_run import train
@@ -37,7 +37,7 @@ async def under_way(engine: RemoteEngine, count: int) -> None:
 
 async def names(engine: RemoteEngine) -> set[str]:
     """What the server serves beside its base."""
-    models = await engine._servers[0].get("/v1/models")
+    models = await engine.fleet.members[0].server.get("/v1/models")
     return {model["id"] for model in models["data"][1:]}
 
 
@@ -143,8 +143,10 @@ def test_training_adapters_publishes_adapters_only(server: str, folder: Path, tm
 
 def by_chat(engine: RemoteEngine, url: str, dialect: Any = None) -> RemoteEngine:
     """An engine of the same server that asks by messages."""
+    server = Server(url)
+    settings, syncs = servers(url), [VLLMReload(server)]
     return RemoteEngine(
-        [Server(url)], dialect or Chat(), RENDERER, engine.capabilities, servers(url), version=engine.version
+        [server], dialect or Chat(), RENDERER, engine.capabilities, settings, version=engine.version, syncs=syncs
     )
 
 

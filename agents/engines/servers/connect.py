@@ -6,8 +6,10 @@ doesn't support this way, an error says what to change.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ....agents.engines.engine import EngineError
@@ -16,9 +18,10 @@ from ..transport.http_channel import Server, ServerFailed
 from ..weights.weight_config import AdapterConfig
 from ..weights.weight_sync import UNKNOWN, VLLMReload, WeightSync, weight_version
 from ..weights.weight_transfer import NCCLTransfer, VLLMTransfer, ports
+from .fleet import HEALTH_SECONDS, Member, is_away
 from .lora_servers import AdapterEngine
-from .server_config import NCCLConfig, ServerSettings
-from .server_engine import HEALTH_SECONDS, RemoteEngine, is_away
+from .server_config import NCCLConfig, ServerSettings, addresses
+from .server_engine import RemoteEngine
 from .server_probe import kind_of, probe
 from .sglang import SGLangWeights
 
@@ -45,29 +48,61 @@ async def connect(
 
     If `weights` is true, weight syncs are possible. Servers that were left paused are then resumed. Servers may have
     different weights at first, because the first weight sync makes them equal. `adapters` has the settings for
-    `publish: lora`. The call waits until all servers answer, but at most `config.patience` seconds.
+    `publish: lora`. The call waits until all servers answer, but at most `config.patience` seconds. If the addresses
+    are in a file, one server is enough, and the others join when they answer.
 
     Raises EngineError if a server is unreachable or unsuitable, or if this process can't send weights to it. All
     servers are closed in this case."""
-    servers = servers or [Server(url, key_variable=config.key_variable, seconds=config.seconds) for url in config.urls]
+    servers = servers or [
+        Server(url, key_variable=config.key_variable, seconds=config.seconds) for url in addresses(config.urls)
+    ]
     if not servers:
         raise ValueError(f"engine.urls is {config.urls!r} and no servers are passed: name at least one address")
+    away: list[Server] = []
     try:
         with Absence(config.patience).request() as tries:
             while True:
+                if isinstance(config.urls, str):
+                    answers = await asyncio.gather(*(server.healthy(HEALTH_SECONDS) for server in servers))
+                    away = [server for server, well in zip(servers, answers, strict=True) if not well and any(answers)]
+                there = [server for server in servers if server not in away]
                 try:
-                    return await _connected(config, renderer, weights, adapters, servers)
+                    engine = await _connected(config, renderer, weights, adapters, there)
+                    break
                 except ServerFailed as error:
-                    away = [
-                        await is_away(server, error, HEALTH_SECONDS) for server in servers if server.url in str(error)
+                    gone = [
+                        await is_away(server, error, HEALTH_SECONDS) for server in there if server.url in str(error)
                     ]
-                    if not any(away):
+                    if not any(gone):
                         raise
                     await tries.failed(error)
     except BaseException:
         for server in servers:
             await server.close()
         raise
+    for server in away:
+        await server.close()
+    if isinstance(config.urls, str) or (weights and len(servers) > 1):
+        engine.fleet.watch(partial(_member, engine, config, renderer, weights), [server.url for server in away])
+    return engine
+
+
+async def _member(engine: RemoteEngine, config: ServerSettings, renderer: Renderer, weights: bool, url: str) -> Member:
+    """Connect to one more server of the engine. Raises EngineError if it differs from the others."""
+    server = Server(url, key_variable=config.key_variable, seconds=config.seconds)
+    try:
+        (sync,) = await _syncs(config, [server], weights)
+        if weights:
+            await sync.free()
+        _, capabilities = await probe(server, renderer)
+        if replace(capabilities, takes_weights=engine.capabilities.takes_weights) != engine.capabilities:
+            raise EngineError(f"the servers differ: {server} is {capabilities}, and the others {engine.capabilities}")
+        if weights and config.publish != "lora":
+            _check_takes_weights([server], capabilities.takes_weights)
+    except BaseException:
+        await server.close()
+        raise
+    return Member(server, sync)
 
 
 async def _connected(
@@ -96,11 +131,8 @@ async def _connected(
             f"{list(servers)} answer by {dialect.route} alone, which takes no token ids, so the arrival of new "
             "weights can't be checked: start them with --enable-scale-out (`tapereel serve model` does)"
         )
-    if weights and not adapted and not all(capability.takes_weights for _, capability in found):
-        raise EngineError(
-            f"{list(servers)} take no weights: start them with VLLM_SERVER_DEV_MODE=1, on loopback "
-            "or a private network only, since those routes know no API key"
-        )
+    if weights and not adapted:
+        _check_takes_weights(servers, all(capability.takes_weights for _, capability in found))
     labels = {await weight_version(server) for server in servers} if capabilities.versions else {None}
     if len(labels) > 1:
         if not weights or adapted:
@@ -123,6 +155,14 @@ async def _connected(
     return AdapterEngine(
         servers, dialect, renderer, capabilities, config, version=version, syncs=syncs, adapters=adapters
     )
+
+
+def _check_takes_weights(servers: Sequence[Server], do: bool) -> None:
+    if not do:
+        raise EngineError(
+            f"{list(servers)} take no weights: start them with VLLM_SERVER_DEV_MODE=1, on loopback "
+            "or a private network only, since those routes know no API key"
+        )
 
 
 async def _syncs(config: ServerSettings, servers: Sequence[Server], weights: bool) -> list[WeightSync]:

@@ -24,7 +24,8 @@ from ..engine import EngineError, PublishMode
 from ..transport.http_channel import Server, ServerFailed
 from ..transport.wire import Dialect, Sampled
 from ..weights.weight_config import AdapterConfig
-from ..weights.weight_sync import PublishFailed, WeightSync
+from ..weights.weight_sync import PublishFailed, WeightSync, weight_version
+from .fleet import Member
 from .server_config import ServerSettings
 from .server_engine import Capabilities, Flight, RemoteEngine
 
@@ -120,23 +121,23 @@ class AdapterEngine(RemoteEngine):
 
         Raises ValueError, and changes nothing, if an argument can't be used. Raises PublishFailed if a server can't
         load the adapter. The previous version then stays current, and the engine continues to sample."""
-        self._check_version(version)
+        self.fleet.check_version(version)
         if mode not in ("drain", "abort"):
             raise ValueError(
                 f"publish mode {mode!r}: a completion keeps the adapter that it began with, so adapters "
                 "are published with drain (it ends with it) or abort (it ends now)"
             )
-        await self._there()
-        async with self._publishing, self._stopping():
-            folder = self._folder_of(version)
+        await self.fleet.there()
+        async with self.fleet.publishing, self.fleet.stopping():
+            folder = self.fleet.folder_of(version)
             await asyncio.to_thread(write_adapter, state, folder, self._adapters, Path(self._config.model))
             with self.stats.timed("publish"):
                 await self._load(version, folder)
             # The adapter becomes current only when all servers have it, because a request could otherwise reach a
             # server that doesn't have it yet.
-            self._versions[version] = len(self._versions)
+            self.fleet.versions[version] = len(self.fleet.versions)
             self._loaded[version] = folder
-            self.version = self._current = version
+            self.fleet.version = self._current = version
             self.stats.publishes += 1
             if mode == "abort":
                 await self._end_older()
@@ -146,29 +147,48 @@ class AdapterEngine(RemoteEngine):
         """Unload the adapters and close the connections. Requests in flight fail."""
         try:
             for version in self._loaded:
-                for server in self._servers:
-                    await self._unload(server, version)
+                for member in self.fleet.ready:
+                    await self._unload(member.server, version)
         except ServerFailed as error:
             if error.status is not None:  # None: the server is unreachable, so nothing is left to unload
                 raise
         finally:
             await super().close()
 
+    async def _give(self, member: Member) -> bool:
+        """Load the current adapter on one server. The base weights must be the right ones already."""
+        base = await weight_version(member.server)
+        if base != self._base_label:
+            raise EngineError(f"its base weights are {base!r}, and the run's are {self._base_label!r}")
+        if self._current is not None:
+            await self._unload(member.server, self._current)
+            await self._control(member.server, "/v1/load_lora_adapter", self._adapter(self._current))
+        return True
+
+    def _adapter(self, version: str) -> dict[str, str]:
+        return {"lora_name": version, "lora_path": str(self._loaded[version])}
+
     async def _load(self, version: str, folder: Path) -> None:
-        """Load the adapter on all servers. If a server fails, unloads the adapter from the others, so that they accept
-        a later attempt with the same version. Then raises PublishFailed."""
+        """Load the adapter on all servers. A server that is away is left out. If a server refuses the adapter, unloads
+        it from the others, so that they accept a later attempt with the same version. Then raises PublishFailed."""
         body = {"lora_name": version, "lora_path": str(folder)}
+        members = self.fleet.ready
         results = await asyncio.gather(
-            *(self._control(server, "/v1/load_lora_adapter", body) for server in self._servers), return_exceptions=True
+            *(self._control(member.server, "/v1/load_lora_adapter", body) for member in members), return_exceptions=True
         )
+        for k, (member, result) in enumerate(zip(members, results, strict=True)):
+            if isinstance(result, ServerFailed):
+                await self.fleet.leave_out_if_away(member.server, result)
+                if not member.ready:
+                    results[k] = None
         failed = next((result for result in results if isinstance(result, BaseException)), None)
         if failed is None:
             return
         if not isinstance(failed, Exception):
             raise failed
-        for server, result in zip(self._servers, results, strict=True):
-            if not isinstance(result, BaseException):
-                await self._unload(server, version)
+        for member, result in zip(members, results, strict=True):
+            if member.ready and not isinstance(result, BaseException):
+                await self._unload(member.server, version)
         await asyncio.to_thread(shutil.rmtree, folder, True)
         raise PublishFailed(
             f"publishing {version!r} failed at loading the adapter: {failed}; {self.version!r} goes "
@@ -184,8 +204,8 @@ class AdapterEngine(RemoteEngine):
     async def _unload_idle(self) -> None:
         """Unload old adapters that no request uses. A later publish unloads those that are still in use now."""
         for version in [v for v in self._loaded if v != self._current and not self._uses[v]]:
-            for server in self._servers:
-                await self._unload(server, version)
+            for member in self.fleet.ready:
+                await self._unload(member.server, version)
             await asyncio.to_thread(shutil.rmtree, self._loaded.pop(version), True)
 
     async def _unload(self, server: Server, version: str) -> None:

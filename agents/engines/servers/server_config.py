@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from ....tapes.common.config import Config, FreeAtResume
 from ....tapes.common.redact import refuse_secret
+from ....tapes.errors import UsageError
 
 PublishWay = Literal["reload", "lora", "transfer", "nccl"]
 """How servers receive new weights. `reload`: every server reloads a folder. `transfer`: vLLM's weight-transfer routes
@@ -20,10 +22,53 @@ def _without_password(url: str) -> str:
     return url
 
 
+def _check_address(url: str) -> None:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{url!r} is no address: it must begin with http:// or https://")
+    refuse_secret(url, "the address")
+
+
 Address = Annotated[str, AfterValidator(_without_password), FreeAtResume]
 """A server's address. It must not contain a user, password or key."""
-Addresses = Annotated[tuple[Address, ...], FreeAtResume]
+FILE = "file:"
+"""Prefix of `urls` if the addresses are in a file."""
+
+
+def _path_of_addresses(value: str) -> str:
+    if not value.startswith(FILE) or value == FILE:
+        raise ValueError(f"{value!r}: write a list of addresses, or {FILE}PATH for a file with one address a line")
+    return value
+
+
+AddressesFile = Annotated[str, AfterValidator(_path_of_addresses)]
+"""`file:PATH`: a file with one server's address on each line. Empty lines and lines that begin with # don't count."""
+Addresses = Annotated[
+    Annotated[tuple[Address, ...], Tag("list")] | Annotated[AddressesFile, Tag("file")],
+    Discriminator(lambda value: "file" if isinstance(value, str) else "list"),
+    FreeAtResume,
+]
 """Any number of servers' addresses."""
+
+
+def addresses(urls: Addresses) -> tuple[str, ...]:
+    """Return the addresses. A file is read now. Raises UsageError if it can't be read, names no server, or has a line
+    that is no address."""
+    if not isinstance(urls, str):
+        return urls
+    path = Path(urls.removeprefix(FILE))
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"engine.urls={urls}: the file of addresses can't be read: {error}") from error
+    found = {number: line for number, line in enumerate(lines, 1) if line and not line.startswith("#")}
+    for number, line in found.items():
+        try:
+            _check_address(line)
+        except ValueError as error:
+            raise UsageError(f"engine.urls={urls}: line {number}: {error}") from error
+    if not found:
+        raise UsageError(f"engine.urls={urls}: {path} names no server: write one address a line, as http://node-1:8000")
+    return tuple(found.values())
 
 
 class RequestConfig(Config):
@@ -55,8 +100,9 @@ class ServerSettings(RequestConfig):
     """Where the served model's tokenizer and configuration are: a folder in Hugging Face format, or a model on the hub,
     as `org/name` or `org/name@revision`."""
     urls: Addresses = ()
-    """Addresses of the servers, such as `http://127.0.0.1:8000`. If empty, the run starts vLLM on this machine, and
-    stops it at the end."""
+    """Addresses of the servers, such as `http://127.0.0.1:8000`. With `file:PATH`, they are the lines of a file that is
+    read again every ten seconds, so that servers can join and leave. If empty, the run starts vLLM on this machine,
+    and stops it at the end."""
     publish: PublishWay = "reload"
     """How servers receive new weights. `reload`: all servers reload a folder. `transfer`: vLLM's weight-transfer routes
     read shared memory. `nccl`: this process broadcasts the weights. `lora`: only adapters are sent (`trainer.lora`),

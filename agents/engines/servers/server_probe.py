@@ -20,7 +20,8 @@ from ..engine import EngineError, Request
 from ..transport.http_channel import Server, ServerFailed
 from ..transport.wire import BadAnswer, Dialect, field, same_prompt
 from ..weights.weight_sync import weight_version
-from .server_engine import Capabilities, answered, log
+from .fleet import log
+from .server_engine import Capabilities, answered
 from .sglang import SGLangGenerate
 from .vllm import Chat, Completions, Generate
 

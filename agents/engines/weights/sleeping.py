@@ -49,10 +49,11 @@ class Sleeper:
     `unknown`, because only some servers may have reached the next state. A lock keeps the steps of concurrent calls
     apart. A failed step isn't retried. The caller decides whether to retry."""
 
-    def __init__(self, servers: Sequence[Rests], clear_own: Callable[[], None] | None = None) -> None:
-        """`clear_own` releases GPU memory that this process caches. By default, it is `empty_cache`."""
+    def __init__(self, servers: Callable[[], Sequence[Rests]], clear_own: Callable[[], None] | None = None) -> None:
+        """`servers` returns the engine's servers at this moment. `clear_own` releases GPU memory that this process
+        caches. By default, it is `empty_cache`."""
         self.state: State = "awake"
-        self._servers = tuple(servers)
+        self._servers = servers
         self._clear_own = clear_own or empty_cache
         self._lock = asyncio.Lock()
 
@@ -61,7 +62,7 @@ class Sleeper:
         async with self._lock:
             if self.state != "asleep":
                 self.state = "unknown"
-                await asyncio.gather(*(server.release() for server in self._servers))
+                await asyncio.gather(*(server.release() for server in self._servers()))
                 self.state = "asleep"
 
     async def weights(self) -> None:
@@ -84,8 +85,8 @@ class Sleeper:
         # This process and all servers release memory before any server allocates, since allocations could otherwise
         # fail.
         self._clear_own()
-        await asyncio.gather(*(server.clear() for server in self._servers))
-        await asyncio.gather(*(server.restore(part) for server in self._servers))
+        await asyncio.gather(*(server.clear() for server in self._servers()))
+        await asyncio.gather(*(server.restore(part) for server in self._servers()))
         self.state = then
 
 

@@ -2,7 +2,8 @@
 
 `sync_servers` runs the steps pause, start, update, finish and resume on all servers. Every server must finish a step
 before the next step begins. Otherwise one server could sample with new weights while another still has the old ones. If
-a step fails, the server's weights are unknown. `sync_servers` then raises an error, and the engine must stop sampling.
+a step fails on a server, its weights are unknown, and the later steps leave it out. If all servers have failed,
+`sync_servers` raises an error, and the engine must stop sampling.
 Steps aren't retried, because after a timeout, a step may still be running on the server. Servers read the weights from
 a folder, or receive them over NCCL.
 """
@@ -154,12 +155,13 @@ class VLLMReload:
 
 async def sync_servers(
     syncs: Sequence[WeightSync], folder: Path, version: str, mode: PublishMode, timers: dict[str, float] | None = None
-) -> None:
-    """Send the weights in `folder` to every server as `version`.
+) -> dict[WeightSync, PublishFailed]:
+    """Send the weights in `folder` to every server as `version`. Returns the errors of the servers that failed, and may
+    be paused now. All others have the weights.
 
-    Adds the seconds of each step to `timers`. If a step fails, ends the completions in flight on all servers and raises
-    PublishFailed, which names the step and the server. A cancelled call doesn't do this cleanup, so servers may then
-    stay paused (see `VLLMReload.free`)."""
+    Adds the seconds of each step to `timers`. If all servers fail, ends the completions in flight on all of them and
+    raises PublishFailed, which names the step and the server. A cancelled call doesn't do this cleanup, so servers may
+    then stay paused (see `VLLMReload.free`)."""
     steps: list[tuple[str, Callable[[WeightSync], Awaitable[None]]]] = [
         ("pause", lambda sync: sync.pause(mode)),
         ("start", lambda sync: sync.start()),
@@ -167,37 +169,40 @@ async def sync_servers(
         ("finish", lambda sync: sync.finish(version, mode)),
         ("resume", lambda sync: sync.resume()),
     ]
+    failed: dict[WeightSync, PublishFailed] = {}
     for name, step in steps:
         began = time.perf_counter()
-        failed = await _on_all(syncs, step)
+        errors = await _on_all([sync for sync in syncs if sync not in failed], step)
         if timers is not None:
             timers[name] = timers.get(name, 0.0) + time.perf_counter() - began
-        if failed is not None:
-            sync, error = failed
-            # All servers are cleaned up, because those that didn't fail may be paused or have the new weights already.
+        for sync, error in errors.items():
+            failed[sync] = PublishFailed(
+                f"publishing {version!r} failed at `{name}` on {_where(sync)}: {type(error).__name__}: {error}"
+            )
+            failed[sync].__cause__ = error
+        if errors and len(failed) == len(syncs):
             left = await _on_all(syncs, lambda sync: sync.abandon(f"{UNKNOWN}publishing {version} failed"))
-            cleanup = f"; so did bringing {_where(left[0])} back: {left[1]}" if left is not None else ""
+            cleanup = [f"; so did bringing {_where(sync)} back: {error}" for sync, error in left.items()][:1]
+            first = next(iter(failed.values()))
             raise PublishFailed(
-                f"publishing {version!r} failed at `{name}` on {_where(sync)}: {type(error).__name__}: "
-                f"{error}{cleanup}. Nothing is sampled any more, since the weights are unknown; see "
+                f"{first}{''.join(cleanup)}. Nothing is sampled any more, since the weights are unknown; see "
                 "that the server is well, restart it if it isn't, and connect to all of them again "
                 "(a training run: `resume=True`)"
-            ) from error
+            ) from first.__cause__
+    return failed
 
 
 async def _on_all(
     syncs: Sequence[WeightSync], step: Callable[[WeightSync], Awaitable[None]]
-) -> tuple[WeightSync, Exception] | None:
-    """Run a step on all servers concurrently. Returns the first server that failed and its error, or None."""
-    # `return_exceptions` makes gather wait for every server, so the step has ended on all servers when the cleanup
+) -> dict[WeightSync, Exception]:
+    """Run a step on all servers concurrently. Returns the errors of the servers on which it failed."""
+    # `return_exceptions` makes gather wait for every server, so the step has ended on all servers when the next one
     # begins.
     results = await asyncio.gather(*(step(sync) for sync in syncs), return_exceptions=True)
-    for sync, result in zip(syncs, results, strict=True):
-        if isinstance(result, Exception):
-            return sync, result
-        if isinstance(result, BaseException):
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, Exception):
             raise result
-    return None
+    return {sync: error for sync, error in zip(syncs, results, strict=True) if isinstance(error, Exception)}
 
 
 def _where(sync: WeightSync) -> str:

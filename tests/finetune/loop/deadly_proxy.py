@@ -40,7 +40,8 @@ class DeadlyProxy:
 
     def __init__(self, server: Callable[[], str]) -> None:
         self.url = ""
-        self.moment: Moment | None = None
+        self.moments: list[Moment] = []
+        """They happen one after the other."""
         self._server = server
         self._up = in_thread(self._serving)
 
@@ -92,7 +93,7 @@ class DeadlyProxy:
 
     def _begun(self, piece: bytes) -> Moment | None:
         """The moment, if its request begins here."""
-        moment = self.moment
+        moment = next((one for one in self.moments if not one.happened), None)
         if moment is None or not piece.startswith(f"POST {moment.route}".encode()):
             return None
         moment.seen += 1

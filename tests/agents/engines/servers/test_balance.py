@@ -43,7 +43,7 @@ def test_conversations_that_begin_at_once_are_spread_over_the_servers() -> None:
     servers = [FaultyServer(), FaultyServer(), FaultyServer()]
 
     async def test(engine: RemoteEngine) -> None:
-        engine._servers[0].in_flight += 6  # as if it were working on something long
+        engine.fleet.members[0].server.in_flight += 6  # as if it were working on something long
         await asyncio.gather(*map(engine.complete, conversations(30)))
 
     using(servers, test)

@@ -373,7 +373,7 @@ def test_conversations_stay_with_their_server_until_it_dies() -> None:
                 assert sorted(homes) == [0, 3]
                 assert homes[0] == 3
             await engine.complete(ask("a"))
-            engine._servers[0].in_flight += 1  # as if its requests were still waiting for the dead one
+            engine.fleet.members[0].server.in_flight += 1  # as if its requests were still waiting for the dead one
             await engine.complete(ask("a"))
             assert len(second.asked) == 2
             await engine.close()

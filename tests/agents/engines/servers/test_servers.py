@@ -35,7 +35,7 @@ from tapereel.cli import main
 from tapereel.tapes.errors import MissingExtra
 
 from ....finetune.loop.lab import RENDERER, WORDS
-from ...faulty import FaultyServer, dropped, status
+from ...faulty import FaultyServer, Mortal, dropped, status
 from ...served import servers as settings
 from .test_remote import ask
 
@@ -197,58 +197,6 @@ def test_workers_that_never_come_are_waited_for_within_the_bound(monkeypatch: py
             asyncio.run(sync.init())
     finally:
         release.set()
-
-
-class Mortal(FaultyServer):
-    """Dies at a step: from then on each connection is closed without an answer."""
-
-    def __init__(self, step: str = "", dead: bool = False) -> None:
-        super().__init__()
-        self.last, self.dead = step, dead
-
-    async def about(self, request: web.Request) -> web.StreamResponse:
-        return await (dropped(request, {}) if self.dead else super().about(request))
-
-    async def step(self, request: web.Request) -> web.StreamResponse:
-        self.dead = self.dead or request.path == self.last
-        return await (dropped(request, {}) if self.dead else super().step(request))
-
-
-@pytest.mark.parametrize(
-    ("way", "step"),
-    [("reload", "/pause"), ("reload", "/collective_rpc"), ("transfer", "/resume"), ("lora", "/v1/load_lora_adapter")],
-)
-def test_a_server_that_dies_in_a_weight_sync_stops_the_run_as_one_that_is_away(
-    way: str, step: str, tmp_path: Path
-) -> None:
-    async def test(engine: RemoteEngine) -> None:
-        with pytest.raises(EngineStopped, match=rf"'run:1'.*{'adapter' if way == 'lora' else ''}") as stopped:
-            await engine.sync_weights(adapted().state_dict() if way == "lora" else WEIGHTS, "run:1")
-        assert stopped.value.reason == "away"
-
-    using([FaultyServer(), Mortal(step)], test, way=way, adapters=ADAPTERS, weights_folder=tmp_path)
-
-
-@pytest.mark.parametrize("way", ["reload", "lora"])
-def test_a_weight_sync_waits_for_a_server_and_changes_nothing_where_none_comes(way: str, tmp_path: Path) -> None:
-    server, weights = Mortal(), adapted().state_dict() if way == "lora" else WEIGHTS
-
-    async def test(engine: RemoteEngine) -> None:
-        async def others() -> None:
-            while True:  # the other server answers all the time
-                await engine.complete(ask(), server=engine._servers[0])
-                await asyncio.sleep(0.01)
-
-        asking, server.dead = asyncio.create_task(others()), True
-        with pytest.raises(EngineStopped, match=r"^http://127\.0\.0\.1:\d+ .*weights") as stopped:
-            await engine.sync_weights(weights, "run:1")
-        assert stopped.value.reason == "away"
-        asyncio.get_running_loop().call_later(0.3, setattr, server, "dead", False)
-        await engine.sync_weights(weights, "run:1")
-        asking.cancel()
-        assert engine.version == "run:1"
-
-    using([FaultyServer(), server], test, way=way, adapters=ADAPTERS, weights_folder=tmp_path, patience=1.0)
 
 
 def test_the_first_connection_waits_for_a_server() -> None:

@@ -53,7 +53,7 @@ async def down_and_up(machine: Sleeper) -> None:
 def sleeper() -> tuple[Sleeper, Counted, list[str]]:
     log: list[str] = []
     server = Counted(log)
-    return Sleeper([server], clear_own=lambda: log.append("clear own")), server, log
+    return Sleeper(lambda: [server], clear_own=lambda: log.append("clear own")), server, log
 
 
 @pytest.mark.ledger("F14")
@@ -167,7 +167,7 @@ def test_sglang_lets_go_of_kv_and_graphs_and_keeps_its_weights() -> None:
             asked.append((route, body))
 
     async def test() -> list[tuple[str, Any]]:
-        machine = Sleeper([SGLangWeights(Noted("http://127.0.0.1:1"))], clear_own=lambda: None)
+        machine = Sleeper(lambda: [SGLangWeights(Noted("http://127.0.0.1:1"))], clear_own=lambda: None)
         await machine.sleep()
         await machine.wake()
         return [(route, (body or {}).get("tags")) for route, body in asked]

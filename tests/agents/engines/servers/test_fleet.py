@@ -1,0 +1,284 @@
+"""Servers of one engine that fail, come back, join and leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tapereel.agents.engines.engine import EngineError, EngineStopped, Request
+from tapereel.agents.engines.servers import fleet
+from tapereel.agents.engines.servers.connect import connect
+from tapereel.agents.engines.servers.server_engine import RemoteEngine
+from tapereel.agents.engines.weights.weight_config import AdapterConfig
+from tapereel.agents.engines.weights.weight_sync import PublishFailed
+from tapereel.cli import main
+
+from ....cli.lab import SCENE, settings
+from ....finetune.loop.lab import RENDERER
+from ...faulty import FaultyServer, Mortal
+from ...served import servers
+from .test_remote import ask
+from .test_servers import adapted
+
+pytestmark = pytest.mark.timeout(60)
+
+WEIGHTS = {"w": torch.zeros(2)}
+STEPS = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+
+
+def conversations(n: int) -> list[Request]:
+    return [replace(ask(seed=k), cache_key=f"conversation {k}") for k in range(n)]
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "LOOK_AGAIN", 0.02)
+
+
+async def until(holds: Callable[[], object]) -> None:
+    while not holds():  # noqa: ASYNC110  # the other side of a real connection
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def up(*found: FaultyServer) -> AsyncIterator[list[str]]:
+    async with AsyncExitStack() as stack, asyncio.timeout(50):
+        yield [await stack.enter_async_context(server.up()) for server in found]
+
+
+USED = (("path", None), ("weights", True), ("named", None))
+
+
+def using(found: list[FaultyServer], test: Callable[[Any, list[str]], Awaitable[Any]], **options: Any) -> None:
+    """Run `test` with an engine of those servers and their addresses. With `path`, they are lines of that file."""
+
+    async def whole() -> None:
+        async with up(*found) as urls:
+            path, weights, named = (options.pop(name, other) for name, other in USED)
+            config = servers(*urls, **options)
+            if path is not None:
+                path.write_text("".join(f"{url}\n" for url in urls[:named]))
+                config = config.model_copy(update={"urls": f"file:{path}"})
+            engine = await connect(config, RENDERER, weights=weights, adapters=AdapterConfig(rank=2, alpha=4))
+            try:
+                await test(engine, urls)
+            finally:
+                await engine.close()
+
+    asyncio.run(whole())
+
+
+@pytest.mark.parametrize(
+    ("way", "step"),
+    [
+        *(("reload", step) for step in STEPS),
+        ("transfer", "/update_weights"),
+        ("transfer", "/resume"),
+        ("lora", "/v1/load_lora_adapter"),
+    ],
+)
+def test_a_server_that_dies_in_a_weight_sync_samples_again_with_the_newest_weights(
+    way: str, step: str, tmp_path: Path
+) -> None:
+    well, mortal = FaultyServer(), Mortal(step)
+    weights = adapted().state_dict() if way == "lora" else WEIGHTS
+
+    async def test(engine: RemoteEngine, urls: list[str]) -> None:
+        await asyncio.gather(*map(engine.complete, conversations(4)))
+        assert len(mortal.asked) == 2
+        await engine.sync_weights(weights, "run:1")
+        assert list(engine.samplers) == urls[:1]
+        for request in conversations(4):  # two of them were at home at the mortal
+            assert {version for version, _, _ in (await engine.complete(request)).spans} == {"run:1"}
+        await engine.sync_weights(weights, "run:2")
+        assert len(mortal.asked) == 2
+        mortal.revive()
+        await until(lambda: len(engine.samplers) == 2)
+        for sampler in engine.samplers.values():
+            assert {version for version, _, _ in (await sampler(ask())).spans} == {"run:2"}
+        assert mortal.version == ("default" if way == "lora" else "run:2")
+        await engine.sync_weights(weights, "run:3")
+        assert len(engine.samplers) == 2
+
+    using([well, mortal], test, way=way, weights_folder=tmp_path)
+
+
+def test_a_server_that_refuses_new_weights_is_left_out_and_freed(tmp_path: Path) -> None:
+    well, full = FaultyServer(), FaultyServer()
+    full.broken_step = "/collective_rpc"
+
+    async def test(engine: RemoteEngine, urls: list[str]) -> None:
+        await engine.sync_weights(WEIGHTS, "run:1")
+        assert list(engine.samplers) == urls[:1]
+        full.broken_step = ""
+        await until(lambda: len(engine.samplers) == 2)
+        assert full.version == "run:1"
+
+    using([well, full], test, weights_folder=tmp_path)
+
+
+def test_if_all_servers_fail_the_weights_are_unknown(tmp_path: Path) -> None:
+    both = [FaultyServer(), FaultyServer()]
+    both[0].broken_step, both[1].broken_step = "/collective_rpc", "/reset_prefix_cache"
+
+    async def test(engine: RemoteEngine, urls: list[str]) -> None:
+        with pytest.raises(PublishFailed, match="memory"):
+            await engine.sync_weights(WEIGHTS, "run:1")
+        assert [server.control[-1] for server in both] == ["/resume", "/resume"], "nobody stays paused"
+        with pytest.raises(EngineError, match="'run:1'"):
+            await engine.complete(ask())
+
+    using(both, test, weights_folder=tmp_path)
+
+
+@pytest.mark.parametrize("way", ["reload", "lora"])
+def test_if_the_last_server_dies_in_a_sync_the_run_stops_as_for_one_that_is_away(way: str, tmp_path: Path) -> None:
+    step = "/v1/load_lora_adapter" if way == "lora" else "/collective_rpc"
+
+    async def test(engine: RemoteEngine, urls: list[str]) -> None:
+        with pytest.raises(EngineStopped, match="'run:1'") as stopped:
+            await engine.sync_weights(adapted().state_dict() if way == "lora" else WEIGHTS, "run:1")
+        assert stopped.value.reason == "away"
+
+    using([Mortal(step), Mortal(step)], test, way=way, weights_folder=tmp_path)
+
+
+@pytest.mark.parametrize("way", ["reload", "lora"])
+def test_a_sync_needs_one_server_and_waits_for_it(way: str, tmp_path: Path) -> None:
+    both, weights = [Mortal(), Mortal()], adapted().state_dict() if way == "lora" else WEIGHTS
+
+    async def test(engine: RemoteEngine, urls: list[str]) -> None:
+        both[0].dead = both[1].dead = True
+        with pytest.raises(EngineStopped, match=r"^http://127\.0\.0\.1:\d+ .*weights") as stopped:
+            await engine.sync_weights(weights, "run:1")
+        assert stopped.value.reason == "away"
+        asyncio.get_running_loop().call_later(0.3, setattr, both[1], "dead", False)
+        await engine.sync_weights(weights, "run:1")
+        assert list(engine.samplers) == urls[1:]
+        assert engine.version == "run:1"
+
+    using(both, test, way=way, weights_folder=tmp_path, patience=1.0)
+
+
+def test_what_was_asked_of_a_server_that_is_left_out_is_asked_elsewhere(tmp_path: Path) -> None:
+    well, mortal = FaultyServer(), Mortal("/pause")
+
+    async def test(engine: RemoteEngine, urls: list[str]) -> None:
+        mortal.faults = [mortal.hang, mortal.hang]
+        asked = [asyncio.create_task(engine.complete(request)) for request in conversations(4)]
+        await until(lambda: len(mortal.pending) == 2)
+        await engine.sync_weights(WEIGHTS, "run:1")
+        found = await asyncio.gather(*asked)
+        assert [len(one.ids or ()) for one in found] == [5] * 4
+        assert len(well.asked) == 4
+
+    using([well, mortal], test, weights_folder=tmp_path)
+
+
+def test_a_sampler_whose_server_dies_fails_at_once_and_is_left_out(tmp_path: Path) -> None:
+    """The check of new weights asks each server. It must not wait for one that has died since."""
+    well, mortal = FaultyServer(), Mortal()
+
+    async def test(engine: RemoteEngine, urls: list[str]) -> None:
+        await engine.sync_weights(WEIGHTS, "run:1")
+        sampler, mortal.dead = engine.samplers[urls[1]], True
+        with pytest.raises(EngineError, match="left out"):
+            await sampler(ask())
+        assert list(engine.samplers) == urls[:1]
+
+    using([well, mortal], test, weights_folder=tmp_path, patience=100.0)
+
+
+@pytest.mark.parametrize("way", ["reload", "lora"])
+def test_servers_join_and_leave_by_a_file(way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, second, path = FaultyServer(), FaultyServer(), tmp_path / "servers.txt"
+    weights = adapted().state_dict() if way == "lora" else WEIGHTS
+
+    async def test(engine: RemoteEngine, urls: list[str]) -> None:
+        await engine.sync_weights(weights, "run:1")
+        path.write_text(f"# two nodes\n{urls[0]}\n\n  {urls[1]}/  \n")
+        await until(lambda: list(engine.samplers) == urls)
+        for sampler in engine.samplers.values():
+            assert {version for version, _, _ in (await sampler(ask())).spans} == {"run:1"}
+        first.faults = [first.hang]
+        asked = asyncio.create_task(engine.samplers[urls[0]](ask()))
+        await until(lambda: first.pending)
+        path.write_text(f"{urls[1]}\n")
+        await until(lambda: list(engine.samplers) == urls[1:])
+        first.pending.popitem()[1].set()
+        assert len((await asked).ids or ()) == 2, "a request in flight at a server that leaves may end"
+        for text in ("", "# none\n", "no address\n"):
+            path.write_text(text)
+            await asyncio.sleep(0.1)  # it is read every 0.02 s
+            assert list(engine.samplers) == urls[1:], "a file that is wrong changes nothing"
+        assert caplog.text.count("names no server") == 1, "the same thing is told once"
+
+    using([first, second], test, way=way, weights_folder=tmp_path / "weights", path=path, named=1)
+
+
+def test_a_run_that_trains_nothing_takes_servers_with_the_same_weights_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, same, other, path = FaultyServer(), FaultyServer(), FaultyServer(), tmp_path / "servers.txt"
+    other.version = "another"
+
+    async def test(engine: RemoteEngine, urls: list[str]) -> None:
+        path.write_text("\n".join(urls))
+        await until(lambda: list(engine.samplers) == urls[:2] and "'another'" in caplog.text)
+        assert urls[2] in caplog.text
+        other.version = "default"
+        await until(lambda: list(engine.samplers) == urls)
+
+    using([first, same, other], test, weights=False, path=path, named=1)
+
+
+def test_a_run_begins_with_the_servers_of_the_file_that_answer(tmp_path: Path) -> None:
+    there, late, path = FaultyServer(), Mortal(dead=True), tmp_path / "servers.txt"
+
+    async def test(engine: RemoteEngine, urls: list[str]) -> None:
+        await engine.sync_weights(WEIGHTS, "run:1")
+        assert list(engine.samplers) == urls[:1]
+        late.revive()
+        await until(lambda: list(engine.samplers) == urls)
+        assert late.version == "run:1"
+
+    using([there, late], test, weights_folder=tmp_path / "weights", path=path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "can't be read"),
+        ("", "names no server"),
+        ("# http://127.0.0.1:1\n", "names no server"),
+        ("http://127.0.0.1:1\nnode-2:8000\n", "line 2: 'node-2:8000'"),
+        ("http://me:sesame@127.0.0.1:1\n", "line 1"),
+    ],
+)
+def test_a_file_of_addresses_that_is_wrong_is_refused_before_a_model_is_loaded(
+    text: str | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "servers.txt"
+    if text is not None:
+        path.write_text(text)
+    (tmp_path / "config.json").write_text("{}")
+    given = settings("engine.kind=vllm", f"engine.model={tmp_path}", f"engine.urls=file:{path}")
+    assert main(["run", *SCENE, *given, "--out", str(tmp_path / "run")]) == 64
+    told = capsys.readouterr().err
+    assert says in told
+    assert str(path) in told
+    assert "sesame" not in told
+
+
+@pytest.mark.parametrize("urls", ["file:", "http://127.0.0.1:1"])
+def test_urls_are_a_list_or_a_file(urls: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = settings("engine.kind=vllm", "engine.model=m", f'engine.urls="{urls}"')
+    assert main(["run", *SCENE, *given, "--out", str(tmp_path / "run")]) == 64
+    assert "file:PATH" in capsys.readouterr().err
