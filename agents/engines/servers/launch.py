@@ -3,7 +3,8 @@
 By default, the server listens on loopback. For other addresses, the caller must set an API key. On loopback, a new key
 is created, because all users of the machine can connect to it. vLLM's own key check leaves some routes open, even those
 that receive weights. vLLM therefore loads our middleware (`request_checks.Guard`), which requires the key on every
-route and refuses requests from web pages. Weight routes can be enabled (`control`) on loopback only.
+route, also those that receive weights, and refuses requests from web pages. The connection isn't encrypted, so use
+other addresses than loopback in a private network only.
 """
 
 from __future__ import annotations
@@ -124,11 +125,6 @@ class LocalServer:
             raise ValueError(
                 f"a server at {host} can be reached by others: name the environment variable with its API "
                 "key (key_variable=, --key)"
-            )
-        if not is_loopback(host) and control:
-            raise ValueError(
-                f"a server at {host} would take weights from any client that reaches it; serve those routes on "
-                "loopback, or turn them off (control=False, --no-weights)"
             )
         if not control and (transfer or lora_rank is not None):
             raise ValueError(

@@ -425,13 +425,13 @@ def test_keys_are_in_no_message(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     assert "sesame" not in str(caught.value) + repr(caught.value) + caplog.text
 
 
-def test_servers_beyond_loopback_need_a_key_and_take_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_beyond_loopback_need_a_key_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"0\.0\.0\.0.*--key"):
-        LocalServer("m", host="0.0.0.0", control=False)
+        LocalServer("m", host="0.0.0.0")
     monkeypatch.setenv("SOME_KEY", "open-sesame-open-sesame")
-    with pytest.raises(ValueError, match=r"0\.0\.0\.0.*--no-weights"):
-        LocalServer("m", host="0.0.0.0", key_variable="SOME_KEY")
-    assert "sesame" not in " ".join(LocalServer("m", host="0.0.0.0", key_variable="SOME_KEY", control=False).command)
+    command = LocalServer("m", host="0.0.0.0", key_variable="SOME_KEY").command
+    assert "--middleware" in command, "it asks for the key on every route"
+    assert "sesame" not in " ".join(command)
 
 
 def test_addresses_are_checked() -> None:
