@@ -158,9 +158,12 @@ def parse(path: Path) -> None:
     import atif
     import pydantic
     from anthropic.types import Message, RawMessageStreamEvent
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
     from openai.types.responses import Response, ResponseStreamEvent
 
     models: Any = {
+        "chat": ChatCompletion,
+        "chat-event": ChatCompletionChunk,
         "responses": Response,
         "responses-event": ResponseStreamEvent,
         "messages": Message,
