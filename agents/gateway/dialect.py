@@ -57,6 +57,8 @@ class Asked:
     fields are left out. A message with `ANSWER` stands for an earlier answer."""
     tools: list[dict[str, JsonValue]]
     """In the chat format."""
+    left_out: tuple[str, ...] = ()
+    """Types of tools that the API's provider would run. They don't exist here, so the model isn't offered them."""
     model: str = ""
     """The client's name for the model. The answer repeats this name, but it doesn't choose a model."""
     parallel_tool_calls: bool = True

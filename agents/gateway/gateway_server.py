@@ -1,7 +1,7 @@
 """The gateway's HTTP server. It has the APIs of OpenAI and Anthropic, in which each API key belongs to one tape.
 
     POST /v1/chat/completions, /v1/responses, /v1/messages      with a tape's key
-    POST /v1/messages/count_tokens      GET /v1/models, /v1/models/ID
+    POST /v1/messages/count_tokens      GET /v1/models, /v1/models/ID       /messages as /v1/messages
     /tapereel/tapes/...         begin, score and end tapes     with the admin token (`gateway_control.py`)
 
 The server stores only the digest of a key. A key is valid for one tape, until that tape ends. By default, the server
@@ -48,6 +48,7 @@ _DIALECTS: dict[str, Dialect] = {
     "/v1/chat/completions": chat_protocol,
     "/v1/responses": responses_protocol,
     "/v1/messages": messages_protocol,
+    "/messages": messages_protocol,  # for clients that add no /v1 to ANTHROPIC_BASE_URL, as Vercel's AI SDK
 }
 """The dialect of each route. Paths below a route have its dialect too."""
 _EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -107,7 +108,7 @@ class Gateway(HttpService):
             web.get("/v1/models", self._models),
             web.get("/v1/models/{model:.+}", self._model),
             *(web.post(path, self._ask) for path in _DIALECTS),
-            web.post("/v1/messages/count_tokens", self._count),
+            *(web.post(f"{path}/count_tokens", self._count) for path in ("/v1/messages", "/messages")),
         ]
 
     def has_token(self, request: web.Request) -> bool:

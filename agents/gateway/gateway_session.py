@@ -168,6 +168,8 @@ class Session:
         """The call of each answer and the number of its instructions, by the answer's id."""
         self._sent: dict[str, list[_Sent]] = {}
         """The answers sent so far, by `_echo_key`."""
+        self._places: dict[str | None, int] = {}
+        """The place of each sent tool call among the calls of its answer, by the call's id."""
         self._pictures: dict[bytes, Picture] = {}
         """The picture of each data URL, by the URL's digest."""
         self._exchanges: asyncio.Queue[Exchange | None] = asyncio.Queue()
@@ -263,6 +265,10 @@ class Session:
             self._numbers[conversation] += 1
             name = hashlib.sha256(f"{conversation}/{self._numbers[conversation]}".encode()).hexdigest()[:24]
             sampling = self._sampling(request)
+            for tool in request.left_out:
+                _warn_once(
+                    f"a program offers the hosted tool {tool}, which doesn't exist here, so the model isn't offered it"
+                )
             if live is not None:
                 live.open(name, self._renderer)
             # `LLM` makes the retries. After ModelFailed, no retry is left or would help, so the gateway doesn't retry.
@@ -323,6 +329,7 @@ class Session:
             created=live.created if live is not None else int(time.time()),
         )
         self._answered[name] = reply.call, request.instructions
+        self._places |= {call["id"]: k for k, call in enumerate(tools)}
         self._sent.setdefault(_echo_key(answer.message), []).append(_Sent(conversation, tools, call.reply))
         # The exchange is recorded even if the answer is refused below, because its tokens were sampled.
         asked = "\n".join(f"{message['role']}: {_short(text_of(message))}" for message in call.messages)
@@ -395,11 +402,22 @@ class Session:
         text, or with other ids for the tool calls. Tool results then get the ids that were sent. If the same answer was
         sent several times in this conversation, its echoes are matched in order, unless the ids of their calls tell
         which is which.
+
+        Results of parallel calls come in the order of the calls. Some clients send them in the order in which the tools
+        ended, which differs in a replay. Many templates show no ids, so the model would take one result for another.
         """
-        found = list[Message]()
+        found = list[tuple[int, int, Message]]()
+        turn, places = 0, dict[str | None, int]()  # as `_places`, for calls that were not sent
         seen = Counter[str]()
-        ids: dict[str, str] = {}
+        ids: dict[str | None, str] = {}
         for message in messages:
+            if message["role"] == "tool":
+                id = message.get("tool_call_id")
+                if id in ids:
+                    id = ids[id]
+                    message = {**message, "tool_call_id": id}
+                found.append((turn, places.get(id, self._places.get(id, -1)), message))
+                continue
             key = _echo_key(message) if message["role"] == "assistant" else ""
             own = [call["id"] for call in message.get("tool_calls") or ()]
             answers = self._sent.get(key, ())
@@ -409,12 +427,12 @@ class Session:
                 sent = answers[min(seen[key], len(answers) - 1)]
                 seen[key] += 1
                 ids |= zip(own, (call["id"] for call in sent.calls), strict=True)
-                found.append(sent.recorded)
-            elif message.get("tool_call_id") in ids:
-                found.append({**message, "tool_call_id": ids[message["tool_call_id"]]})
+                message = sent.recorded
             else:
-                found.append(message)
-        return found
+                places |= {id: k for k, id in enumerate(own)}
+            turn += 1
+            found.append((turn, -1, message))
+        return [message for *_, message in sorted(found, key=lambda one: one[:2])]
 
     async def _with_pictures(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with stored pictures in place of data URLs.
@@ -457,7 +475,10 @@ class Session:
             asked["extra"] = {**own.extra, "stop": list(request.stop)}
         sampling = own.model_copy(update=asked) if asked else own
         if own.exact and not sampling.exact:
-            _warn_once(f"temperature={sampling.temperature:g} and top_p={sampling.top_p:g}")
+            asks = f"temperature={sampling.temperature:g} and top_p={sampling.top_p:g}"
+            _warn_once(
+                f"a program asks for {asks}: such calls can't be used for RL, unless the gateway has follow=false"
+            )
         return sampling
 
     def _stopped(self, request: Asked, call: Call) -> str | None:
@@ -475,9 +496,9 @@ class Session:
 
 
 @cache
-def _warn_once(asked: str) -> None:
-    """Warn that requests with these settings give no data for RL, once in this process."""
-    log.warning("a program asks for %s: such calls can't be used for RL, unless the gateway has follow=false", asked)
+def _warn_once(what: str) -> None:
+    """Log a warning, once in this process."""
+    log.warning("%s", what)
 
 
 def ended() -> Refused:

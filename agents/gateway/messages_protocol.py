@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from ...tapes.common.plain_json import read_plain
 from ...tapes.records import Message
@@ -44,6 +55,8 @@ _IGNORED = frozenset(
 )
 """Fields that mean nothing for a model of one's own. The same holds for `cache_control` in blocks and tools, for
 `output_config.effort`, and for the headers `anthropic-version` and `anthropic-beta`."""
+_HOSTED = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_(bm25|regex))(_\d{8})?|mcp_toolset")
+"""Types of tools that Anthropic would run."""
 _INVALID = "INVALID_JSON"
 """Anthropic's key for arguments that aren't a JSON object."""
 _KINDS = {
@@ -163,7 +176,7 @@ class _Assistant(BaseModel):
 
 
 class _Tool(BaseModel):
-    """A tool of the client. Tools that Anthropic runs have another type and are refused."""
+    """A tool of the client. Those whose schema only Anthropic's models know (`bash_20250124`) are refused."""
 
     type: Literal["custom"] | None = None
     name: str
@@ -173,6 +186,17 @@ class _Tool(BaseModel):
     def chat(self) -> dict[str, JsonValue]:
         described = {} if self.description is None else {"description": self.description}
         return {"type": "function", "function": {"name": self.name, **described, "parameters": self.input_schema}}
+
+
+class _Hosted(BaseModel):
+    """A tool that Anthropic would run, which is left out. With `tool_choice` auto, a model need not call it."""
+
+    type: str
+
+
+def _kind(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return "hosted" if isinstance(kind, str) and _HOSTED.fullmatch(kind) else "custom"
 
 
 class _Choice(BaseModel):
@@ -205,7 +229,9 @@ class _Request(BaseModel):
     max_tokens: MaxTokens
     messages: Annotated[list[Annotated[_Said | _Assistant, Field(discriminator="role")]], Field(min_length=1)]
     system: Annotated[list[_Text], BeforeValidator(_blocks)] = []
-    tools: list[_Tool] = []
+    tools: list[
+        Annotated[Annotated[_Tool, Tag("custom")] | Annotated[_Hosted, Tag("hosted")], Discriminator(_kind)]
+    ] = []
     tool_choice: _Choice = _Choice(type="auto")
     stop_sequences: Annotated[list[StopString], Field(max_length=64)] = []
     temperature: Temperature | None = None
@@ -231,7 +257,8 @@ def read(data: Mapping[str, JsonValue]) -> Asked:
     check_pictures(sum(part["type"] == "image_url" for part in parts), "messages")
     return Asked(
         messages=messages,
-        tools=[] if found.tool_choice.type == "none" else [tool.chat() for tool in found.tools],
+        tools=[] if found.tool_choice.type == "none" else [t.chat() for t in found.tools if isinstance(t, _Tool)],
+        left_out=tuple(tool.type for tool in found.tools if isinstance(tool, _Hosted)),
         model=found.model,
         parallel_tool_calls=not found.tool_choice.disable_parallel_tool_use,
         temperature=found.temperature,

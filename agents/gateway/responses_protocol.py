@@ -1,7 +1,7 @@
 """OpenAI's Responses API as a dialect of the gateway.
 
-A response is a list of items: a message with the text, and one item for each function call. The id of each item names
-its answer, so a client may send a reference in place of an item, or continue from a response by its id.
+A response is a list of items: a message with the text, and one item for each tool call (`responses_tools`). The id of
+each item names its answer, so a client may send a reference in place of an item, or continue from a response by its id.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from .dialect import (
     fields_of,
     invalid,
 )
+from .responses_tools import Hosted, Place, Tool, asked_call, functions, item_of
 
 _IGNORED = frozenset(
     {
         "background_options",
+        "client_metadata",
         "max_tool_calls",  # counts calls of OpenAI's own tools, which aren't accepted
         "moderation",
         "prompt_cache_key",
@@ -68,7 +70,7 @@ _Include = Literal[
     "code_interpreter_call.outputs",
 ]
 """Only log-probs are included. The others belong to OpenAI's own tools and to encrypted thoughts."""
-_ITEM_ID = re.compile(r"(?:msg|fc|rs)_([0-9a-f]{24})\d*")
+_ITEM_ID = re.compile(r"(?:msg|fc|ctc|rs)_([0-9a-f]{24})\d*")
 
 
 class _Text(BaseModel):
@@ -115,10 +117,25 @@ class _CallItem(BaseModel):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
+
+    def chat(self) -> Message:
+        return asked_call(Place("function", self.name, self.namespace), self.call_id, self.arguments)
+
+
+class _CustomCallItem(BaseModel):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+
+    def chat(self) -> Message:
+        return asked_call(Place("custom", self.name, self.namespace), self.call_id, self.input)
 
 
 class _OutputItem(BaseModel):
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: _Parts
 
@@ -127,6 +144,13 @@ class _ReasoningItem(BaseModel):
     """Thoughts, which are left out. The thoughts of a recorded answer are part of its tokens."""
 
     type: Literal["reasoning"]
+
+
+class _ToolsItem(BaseModel):
+    """More tools for this request, as if they were in its field `tools`."""
+
+    type: Literal["additional_tools"]
+    tools: list[Tool]
 
 
 class _ReferenceItem(BaseModel):
@@ -142,23 +166,12 @@ def _typed(item: Any) -> Any:
 
 
 _Item = Annotated[
-    Annotated[_MessageItem | _CallItem | _OutputItem | _ReasoningItem | _ReferenceItem, Field(discriminator="type")],
+    Annotated[
+        _MessageItem | _CallItem | _CustomCallItem | _OutputItem | _ReasoningItem | _ToolsItem | _ReferenceItem,
+        Field(discriminator="type"),
+    ],
     BeforeValidator(_typed),
 ]
-
-
-class _Tool(BaseModel):
-    """A function. Fields that are ignored belong to OpenAI's search for tools and to its interpreter."""
-
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, JsonValue] | None = None
-    strict: bool | None = None
-    """Sent on to the template as in the chat API. It isn't enforced."""
-
-    def chat(self) -> dict[str, JsonValue]:
-        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
 
 
 class _Plain(BaseModel):
@@ -184,7 +197,7 @@ class _Request(BaseModel):
         BeforeValidator(lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value),
     ]
     instructions: str | None = None
-    tools: list[_Tool] = []
+    tools: list[Tool] = []
     parallel_tool_calls: Flag = True
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -209,9 +222,12 @@ def read(data: Mapping[str, JsonValue]) -> Asked:
     messages += _messages(found.input)
     previous = found.previous_response_id
     choice = left.get("tool_choice", "auto")
+    offered = found.tools + [tool for item in found.input if isinstance(item, _ToolsItem) for tool in item.tools]
+    called = list(functions(offered))
     return Asked(
         messages=messages,
-        tools=[] if choice == "none" else [tool.chat() for tool in found.tools],
+        tools=[] if choice == "none" else [function for _, function in called],
+        left_out=tuple(tool.type for tool in offered if isinstance(tool, Hosted)),
         model=found.model,
         parallel_tool_calls=found.parallel_tool_calls,
         temperature=found.temperature,
@@ -222,13 +238,16 @@ def read(data: Mapping[str, JsonValue]) -> Asked:
         instructions=instructions,
         previous=previous and previous.removeprefix("resp_"),
         wire={
-            "instructions": found.instructions,
-            "max_output_tokens": found.max_output_tokens,
-            "metadata": dict(found.metadata),
-            "previous_response_id": previous,
-            "store": found.store,
-            "tool_choice": choice,
-            "tools": [tool.model_dump() for tool in found.tools],
+            "called": {place.function: list(place) for place, _ in called},
+            "repeated": {
+                "instructions": found.instructions,
+                "max_output_tokens": found.max_output_tokens,
+                "metadata": dict(found.metadata),
+                "previous_response_id": previous,
+                "store": found.store,
+                "tool_choice": choice,
+                "tools": [tool.model_dump() for tool in found.tools if not isinstance(tool, Hosted)],
+            },
         },
     )
 
@@ -246,13 +265,11 @@ def _messages(items: Iterable[Any]) -> list[Message]:
             content = _content(item.output, f"input.{k}.output")
             found.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
             pictures += sum(isinstance(part, _Image) for part in item.output)
-        elif isinstance(item, _CallItem):
+        elif isinstance(item, _CallItem | _CustomCallItem):
             if last is None or ANSWER in last:
                 last = {"role": "assistant", "content": ""}
                 found.append(last)
-            function = {"name": item.name, "arguments": item.arguments}
-            call = {"id": item.call_id, "type": "function", "function": function}
-            last.setdefault("tool_calls", []).append(call)
+            last.setdefault("tool_calls", []).append(item.chat())
         elif isinstance(item, _ReferenceItem):
             known = _ITEM_ID.fullmatch(item.id)
             answer = known[1] if known else item.id
@@ -272,7 +289,7 @@ def body(asked: Asked, answer: Answered) -> dict[str, object]:
     return _response(asked, answer.id, answer.created) | {
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": _items(answer),
+        "output": _items(asked, answer),
         "usage": {
             "input_tokens": answer.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -293,6 +310,7 @@ def refusal(error: Refused) -> dict[str, object]:
 
 def _response(asked: Asked, id: str, created: int) -> dict[str, object]:
     """Return a response that has no output yet."""
+    repeated: Any = asked.wire["repeated"]
     return {
         "id": f"resp_{id}",
         "object": "response",
@@ -310,28 +328,21 @@ def _response(asked: Asked, id: str, created: int) -> dict[str, object]:
         "top_p": asked.top_p,
         "truncation": "disabled",
         "usage": None,
-        **asked.wire,
+        **repeated,
     }
 
 
-def _items(answer: Answered) -> list[dict[str, object]]:
+def _items(asked: Asked, answer: Answered) -> list[dict[str, object]]:
     """Return the items of an answer: its text, unless it has calls only, and its calls."""
     status = "incomplete" if answer.finish == "length" else "completed"
     found = list[dict[str, object]]()
     if answer.text or not answer.tool_calls:
         found.append(_message(answer.id, status, [_part(answer.text, answer.logprobs)]))
+    called: Any = asked.wire["called"]
     for k, call in enumerate(answer.tool_calls):
-        function = call["function"]
-        found.append(
-            {
-                "id": f"fc_{answer.id}{k}",
-                "type": "function_call",
-                "status": status,
-                "arguments": function["arguments"],
-                "call_id": call["id"],
-                "name": function["name"],
-            }
-        )
+        name = call["function"]["name"]
+        place = Place(*called[name]) if name in called else Place("function", name)
+        found.append({**item_of(place, f"{answer.id}{k}", call), "status": status})
     return found
 
 
@@ -380,12 +391,14 @@ class _Events:
                 found.append(self._event("output_text.done", **place, content_index=0, **done))
                 found.append(self._event("content_part.done", **place, content_index=0, part=part))
             else:
-                arguments = item["arguments"]
-                begun = {**item, "status": "in_progress", "arguments": ""}
+                custom = item["type"] == "custom_tool_call"
+                field = "input" if custom else "arguments"
+                kind = "custom_tool_call_input" if custom else "function_call_arguments"
+                begun = {**item, "status": "in_progress", field: ""}
                 found.append(self._event("output_item.added", output_index=k, item=begun))
-                found.append(self._event("function_call_arguments.delta", **place, delta=arguments))
-                done = {"arguments": arguments, "name": item["name"]}
-                found.append(self._event("function_call_arguments.done", **place, **done))
+                found.append(self._event(f"{kind}.delta", **place, delta=item[field]))
+                done = {field: item[field], **({} if custom else {"name": item["name"]})}
+                found.append(self._event(f"{kind}.done", **place, **done))
             found.append(self._event("output_item.done", output_index=k, item=item))
         found.append(self._event(str(whole["status"]), response=whole))
         return b"".join(found)

@@ -132,6 +132,16 @@ def test_fields_are_honoured_or_mean_nothing():
     assert read(tools=[TOOL], tool_choice={"type": "none"}).tools == []
 
 
+def test_a_tool_that_anthropic_would_run_is_left_out():
+    hosted = [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+        {"type": "mcp_toolset", "mcp_server_name": "x"},
+    ]
+    found = read(tools=[hosted[0], TOOL, hosted[1]])
+    assert found.tools == read(tools=[TOOL]).tools
+    assert found.left_out == ("web_search_20250305", "mcp_toolset")
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -258,6 +268,7 @@ def test_stop_reasons_and_the_count_of_a_prompt(tmp_path: Path):
             assert stopped["content"] == [{"type": "text", "text": "yes"}]
             asked = {"model": "m", "messages": [USER], "tools": [TOOL], "system": "s"}
             status, counted = await client("POST", "/v1/messages/count_tokens", asked)
+            assert await client("POST", "/messages/count_tokens", asked) == (status, counted)
             _, answer = await client("POST", "/v1/messages", asked | {"max_tokens": 400})
             assert (status, counted) == (200, {"input_tokens": answer["usage"]["input_tokens"]})
             assert (await client("POST", "/v1/messages/count_tokens", {"messages": 3}))[0] == 400

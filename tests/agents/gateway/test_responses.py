@@ -16,7 +16,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from tapereel.agents.gateway import responses_protocol as responses
-from tapereel.agents.gateway.dialect import Answered, Refused
+from tapereel.agents.gateway.dialect import ANSWER, Answered, Refused
 from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Sampling, Tape
 
@@ -24,6 +24,7 @@ from .lab import Client, Told, books_close, served, until
 from .test_live import Spelled
 
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
+USER = [{"role": "user", "content": "hi"}]
 LONG = Sampling(max_tokens=400)
 CALL = '<tool_call>{"name": "add", "arguments": {"a": %d}}</tool_call>'
 EVENTS: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
@@ -105,6 +106,53 @@ def test_fields_are_honoured_or_mean_nothing():
     assert read(tools=[TOOL], tool_choice="none").tools == []
 
 
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}
+CUSTOM = {"type": "custom", "name": "run", "description": "runs", "format": GRAMMAR}
+SPACE = {"type": "namespace", "name": "space", "description": "tools", "tools": [TOOL, CUSTOM]}
+
+
+def test_every_tool_that_the_client_runs_is_a_function_and_what_openai_runs_is_left_out():
+    more = {"type": "additional_tools", "role": "developer", "tools": [SPACE]}
+    found = read(tools=[{"type": "web_search", "external_web_access": False}, TOOL, CUSTOM], input=[more, *USER])
+    add, run, space_add, space_run = (tool["function"] for tool in found.tools)
+    names = [add["name"], run["name"], space_add["name"], space_run["name"]]
+    assert names == ["add", "run", "space__add", "space__run"]
+    assert add | {"name": ""} == space_add | {"name": ""}
+    assert run | {"name": ""} == space_run | {"name": ""}
+    assert run["parameters"]["required"] == ["input"]
+    assert run["parameters"]["properties"]["input"] == {
+        "type": "string",
+        "description": "Text in this lark grammar:\nstart: /a+/",
+    }
+    assert (found.left_out, [message["role"] for message in found.messages]) == (("web_search",), ["user"])
+
+
+@pytest.mark.parametrize(("tool", "namespace"), [(CUSTOM, None), (SPACE, "space")])
+def test_a_call_of_a_custom_tool_comes_and_goes_as_text(tool: Any, namespace: str | None):
+    name = "run" if namespace is None else f"{namespace}__run"
+    asked = read(tools=[tool])
+    wrong = ['{"cmd": "a"}', '{"input": 1}', '{"input": "a", "b": 1}', "oh}", "[" * 5000]
+    for arguments, text in [('{"input": "a\\né"}', "a\né"), *((each, each) for each in wrong)]:
+        call = {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+        answer = Answered("0" * 24, "", "tool_calls", tool_calls=(call,))
+        body: Any = responses.body(asked, answer)
+        Response.model_validate(body)
+        (item,) = body["output"]
+        assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "run", text)
+        assert (item.get("namespace"), item["id"]) == (namespace, "ctc_" + "0" * 25)
+        events = parsed(responses.stream(asked).end(answer))
+        assert [e.get("delta", e.get("input")) for e in events if "custom_tool_call_input" in e["type"]] == [text, text]
+        assert events[-1]["response"]["output"] == [item]
+        output = {"type": "custom_tool_call_output", "call_id": "c", "output": "done"}
+        back, result = read(tools=[tool], input=[item, output]).messages
+        sent = {"input": text}
+        assert back["tool_calls"][0]["function"]["name"] == name
+        assert json.loads(back["tool_calls"][0]["function"]["arguments"]) == sent
+        assert result == {"role": "tool", "content": "done", "tool_call_id": "c"}
+        reference = [{"type": "item_reference", "id": item["id"]}]
+        assert read(input=reference).messages == [{"role": "assistant", ANSWER: "0" * 24}]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -115,7 +163,10 @@ def test_fields_are_honoured_or_mean_nothing():
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://a"}]}]}, "input"),
         ({"input": [3]}, "input"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "computer"}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "web_search"}]}]}, "tools"),
+        ({"tools": [{"type": "custom", "name": "n", "format": {"type": "json"}}]}, "tools"),
+        ({"input": [{"type": "additional_tools", "tools": [{"type": "computer"}]}]}, "input"),
         ({"tools": "all"}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "add"}}, "tool_choice"),

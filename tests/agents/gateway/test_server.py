@@ -211,6 +211,37 @@ def test_results_get_the_ids_that_were_sent(tmp_path: Path):
     assert [message["tool_call_id"] for message in tape.calls[1].messages if message["role"] == "tool"] == [sent]
 
 
+@pytest.mark.parametrize("way", ["as sent", "with other ids", "continued"])
+def test_results_of_parallel_calls_are_read_in_the_order_of_the_calls(way: str, tmp_path: Path):
+    tool = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+    call = '<tool_call>{"name": "add", "arguments": {"a": %d}}</tool_call>'
+    said = iter([call % 1 + call % 2, "done"])
+
+    async def scene() -> Tape:
+        async with served(tmp_path, Told(lambda messages: next(said)), sampling=Sampling(max_tokens=400)) as there:
+            tape, client = await there.begin(task="t")
+            user = {"role": "user", "content": "go"}
+            _, answer = await client("POST", "/v1/responses", {"input": [user], "tools": [tool]})
+            items = answer["output"]
+            if way == "with other ids":
+                items = [item | {"call_id": f"client-{k}"} for k, item in enumerate(items)]
+            one, two = (
+                {"type": "function_call_output", "call_id": item["call_id"], "output": text}
+                for item, text in zip(items, ("one", "two"), strict=True)
+            )
+            more = {"input": [user, *items, two, one], "tools": [tool]}
+            if way == "continued":
+                more |= {"input": [two, one], "previous_response_id": answer["id"]}
+            assert (await client("POST", "/v1/responses", more))[0] == 200
+            await there.end(tape)
+            return there.tape(tape)
+
+    tape = asyncio.run(scene())
+    asked = tape.call_messages(tape.calls[1])
+    assert [message["content"] for message in asked if message["role"] == "tool"] == ["one", "two"]
+    assert len(rows(tape)) == 1
+
+
 def test_without_parallel_calls_only_the_first_is_answered(tmp_path: Path):
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     call = '<tool_call>{"name": "add", "arguments": {"a": %d}}</tool_call>'
