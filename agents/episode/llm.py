@@ -154,6 +154,7 @@ class LLM(Clock):
         sampling: Sampling | None = None,
         seed: int | None = None,
         listener: Listener | None = None,
+        on_prompt: Callable[[str], None] | None = None,
     ) -> Reply:
         """Ask the model as the agent that sees `tape`.
 
@@ -163,7 +164,7 @@ class LLM(Clock):
         conversation name. Otherwise the order of the calls would depend on the event loop. `sampling` replaces the
         episode's sampling parameters for this call, and `seed` is mixed into the call's own seed. `listener` receives
         tokens while they are sampled. Use it only for display, because not every engine reports tokens before the
-        answer is complete.
+        answer is complete. `on_prompt` receives the prompt's text before the first token, if the engine has a renderer.
         This call waits while concurrent calls hold all remaining tokens of a token limit. Raises LimitReached (don't
         catch it), ModelFailed and RenderFailed.
         """
@@ -176,6 +177,8 @@ class LLM(Clock):
         schemas = tuple(tool_schema(tool) for tool in tools) if tools else None
         exchange = _Exchange(self, self.engine, tape.scope, conversation, asked, schemas)
         exchange.prepare(sampling or self.sampling, temperature, max_tokens, seed, listener)
+        if on_prompt is not None and exchange.prompt is not None:
+            on_prompt(exchange.prompt)
         return exchange.read(await exchange.sample())
 
     def count(
@@ -380,6 +383,12 @@ class _Exchange:
         tools = llm._conversations.tools_record(self._schemas)
         self._pending = PendingCall(call, path, conversation, request, rendered, tools)
 
+    @property
+    def prompt(self) -> str | None:
+        """The prompt's text, or None if the engine has no renderer."""
+        rendered = self._pending.rendered
+        return rendered.text if rendered is not None else None
+
     def _check_sight(self) -> None:
         """Raise RenderFailed if the messages contain a picture or video and the engine can't see. Also raise it if no
         step or request has shown the picture or video, for example because a model wrote this part of the message."""
@@ -522,15 +531,16 @@ class _Exchange:
     def read(self, completion: Completion) -> Reply:
         """Return the agent's reply. It has function calls if tools were offered or the engine parsed some."""
         text, cut = completion.text or "", completion.finish in ("length", "abort")
-        call, rendered, renderer = self._pending.call, self._pending.rendered, self._engine.renderer
-        if completion.tool_calls:
-            read = read_tool_calls(text, self._schemas or (), native=completion.tool_calls, cut=cut)
+        call, renderer, prompt = self._pending.call, self._engine.renderer, self.prompt or ""
+        native = completion.tool_calls
+        schemas = None if native else self._schemas
+        if renderer is None:
+            read = HermesReader().read(text, schemas, prompt=prompt, cut=cut)
         else:
-            prompt = rendered.text if rendered is not None else ""
-            if renderer is None:
-                read = HermesReader().read(text, self._schemas, prompt=prompt, cut=cut)
-            else:
-                read = renderer.read(text, self._schemas, ids=completion.ids, prompt=prompt, cut=cut)
+            read = renderer.read(text, schemas, ids=completion.ids, prompt=prompt, cut=cut)
+        if native:
+            called = read_tool_calls(text, self._schemas or (), native=native, cut=cut)
+            read = replace(called, reasoning=read.reasoning, answer=read.answer)
         return Reply(
             text,
             completion.finish,

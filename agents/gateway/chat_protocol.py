@@ -18,6 +18,7 @@ from pydantic import (
 
 from ...tapes.records import Message
 from .dialect import (
+    THOUGHT,
     Answered,
     Asked,
     DataUrl,
@@ -92,6 +93,9 @@ class ChatMessage(BaseModel):
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[_ToolCall] | None = None
+    reasoning_content: str | None = None
+    """The thoughts of an answer, in an assistant's message. vLLM calls this field `reasoning`."""
+    reasoning: str | None = None
 
     def plain(self) -> Message:
         """Return the message without empty fields. Its content is one text, or a list of parts if it has pictures."""
@@ -100,6 +104,8 @@ class ChatMessage(BaseModel):
             rest.pop("tool_calls", None)
         pieces = [part.text for part in self.content if isinstance(part, _TextPart)]
         content = "".join(pieces) if len(pieces) == len(self.content) else [part.model_dump() for part in self.content]
+        if self.role == "assistant" and (thought := self.reasoning_content or self.reasoning):
+            rest[THOUGHT] = thought
         return {"role": self.role, "content": content, **rest}
 
 
@@ -178,7 +184,7 @@ def body(asked: Asked, answer: Answered) -> dict[str, object]:
     """Return the JSON object of an answer that isn't streamed."""
     choice: dict[str, object] = {
         "index": 0,
-        "message": answer.message,
+        "message": {**answer.message, **_thought(answer.reasoning)},
         "finish_reason": answer.finish,
         "logprobs": _logprobs(answer),
     }
@@ -211,18 +217,23 @@ class _Chunks:
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
         self._head: dict[str, object] = {}
-        self._sent = 0
+        self._sent = self._thought = 0
 
     def begin(self, id: str, created: int) -> bytes:
         self._head = {"id": f"chatcmpl-{id}", "object": CHUNK, "created": created, "model": self._asked.model}
         return self._delta({"role": "assistant", "content": ""})
+
+    def thought(self, piece: str) -> bytes:
+        self._thought += len(piece)
+        return self._delta(_thought(piece))
 
     def text(self, piece: str) -> bytes:
         self._sent += len(piece)
         return self._delta({"content": piece})
 
     def end(self, answer: Answered) -> bytes:
-        found = [self.text(answer.text[self._sent :])] if len(answer.text) > self._sent else []
+        found = [self.thought(answer.reasoning[self._thought :])] if len(answer.reasoning) > self._thought else []
+        found += [self.text(answer.text[self._sent :])] if len(answer.text) > self._sent else []
         found += [self._delta({"tool_calls": [{"index": k, **call}]}) for k, call in enumerate(answer.tool_calls)]
         last = _choice({}) | {"finish_reason": answer.finish, "logprobs": _logprobs(answer)}
         if answer.ids is not None:
@@ -243,6 +254,11 @@ class _Chunks:
 def stream(asked: Asked) -> _Chunks:
     """Return the writer of a streamed answer."""
     return _Chunks(asked)
+
+
+def _thought(text: str) -> dict[str, str]:
+    """Return the fields for thoughts. Clients read one of the two names: DeepSeek's, or the one of vLLM and Ollama."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 def _choice(more: Mapping[str, object]) -> dict[str, object]:

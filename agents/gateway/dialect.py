@@ -25,6 +25,9 @@ PICTURES = 500
 PIXELS = 4 * MAX_PIXELS
 """Maximum number of pixels in all new pictures of a request. Pictures that an earlier request sent aren't decoded
 again, so they don't count."""
+THOUGHT = "thought"
+"""The key of the thoughts that a client sends back in an assistant's message. The session compares them with the
+thoughts that were sent, and removes them."""
 ANSWER = "answer"
 """A message with this key stands for the answer with this id, which the session inserts."""
 PLACE = "place"
@@ -88,11 +91,16 @@ class Answered:
     id: str
     """24 hexadecimal digits. Each dialect puts its own prefix before it."""
     text: str
+    """The answer without its thoughts and calls."""
     finish: str
     """`stop`, `length` or `tool_calls`."""
     stopped: str | None = None
     """The stop string that ended the answer. None if there was none, or if the engine doesn't report token ids."""
     tool_calls: tuple[Message, ...] = ()
+    reasoning: str = ""
+    """The model's thoughts, without their marks."""
+    reasoning_tokens: int = 0
+    """Number of tokens of `reasoning` if it is encoded again."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     logprobs: list[dict[str, object]] | None = None
@@ -126,17 +134,83 @@ class Stream(Protocol):
         """The events before the first text. `created` is in seconds since 1970."""
         ...
 
+    def thought(self, piece: str) -> bytes:
+        """The events for a new piece of a thought."""
+        ...
+
     def text(self, piece: str) -> bytes:
         """The events for new text."""
         ...
 
     def end(self, answer: Answered) -> bytes:
-        """The last events. The answer's text begins with all pieces that were sent."""
+        """The last events. The answer's thoughts and its text begin with the pieces that were sent."""
         ...
 
     def failed(self, error: Refused) -> bytes:
         """The last events if the answer fails after `begin`."""
         ...
+
+
+@dataclass(slots=True)
+class Part:
+    """A part of an answer: a thought, or text."""
+
+    thought: bool
+    text: str
+
+
+def parts_of(answer: Answered) -> list[Part]:
+    """Return the parts of an answer that isn't streamed. An answer with calls may have none."""
+    parts = [Part(True, answer.reasoning)] if answer.reasoning else []
+    return [*parts, Part(False, answer.text)] if answer.text or not (parts or answer.tool_calls) else parts
+
+
+class PartStream:
+    """Writes an answer of an API that sends thoughts and texts one after the other, each with a beginning and an end. A
+    dialect's stream says how these events look."""
+
+    def __init__(self) -> None:
+        self.parts = list[Part]()
+        """What was sent. All parts but the last one have ended."""
+
+    def thought(self, piece: str) -> bytes:
+        """The events for a new piece of a thought."""
+        return self._add(Part(True, piece))
+
+    def text(self, piece: str) -> bytes:
+        """The events for new text."""
+        return self._add(Part(False, piece))
+
+    def rest(self, answer: Answered) -> bytes:
+        """The events for the parts that weren't sent yet, and the end of the last part."""
+        sent = {k: sum(len(part.text) for part in self.parts if part.thought is k) for k in (True, False)}
+        rest = b"".join(
+            self._add(Part(part.thought, part.text[sent[part.thought] :]))
+            for part in parts_of(answer)
+            if len(part.text) > sent[part.thought] or not part.text
+        )
+        return rest + (self.ended(len(self.parts) - 1, answer) if self.parts else b"")
+
+    def _add(self, new: Part) -> bytes:
+        before = b""
+        if not self.parts or self.parts[-1].thought is not new.thought:
+            before = self.ended(len(self.parts) - 1, None) if self.parts else b""
+            self.parts.append(Part(new.thought, ""))
+            before += self.begun(len(self.parts) - 1)
+        self.parts[-1].text += new.text
+        return before + (self.delta(len(self.parts) - 1, new.text) if new.text else b"")
+
+    def begun(self, index: int) -> bytes:
+        """The events at the beginning of a part."""
+        raise NotImplementedError
+
+    def delta(self, index: int, piece: str) -> bytes:
+        """The events for a piece of a part."""
+        raise NotImplementedError
+
+    def ended(self, index: int, answer: Answered | None) -> bytes:
+        """The events at the end of a part. `answer` is the whole answer if the part is the last one."""
+        raise NotImplementedError
 
 
 class Dialect(Protocol):

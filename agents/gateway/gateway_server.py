@@ -327,8 +327,9 @@ def _dialect(request: web.Request) -> Dialect:
 
 def _taken(live: Live, stream: Stream, begun: bool) -> bytes:
     """Return the events that can be sent now."""
-    text = live.take()
-    return (b"" if begun else stream.begin(live.id, live.created)) + (stream.text(text) if text else b"")
+    pieces = live.take()
+    begin = b"" if begun else stream.begin(live.id, live.created)
+    return begin + b"".join(stream.thought(text) if thought else stream.text(text) for thought, text in pieces)
 
 
 def _store_failed(error: StoreFailed) -> Refused:

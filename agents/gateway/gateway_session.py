@@ -5,9 +5,9 @@ determine its conversation, so concurrent requests may arrive in any order. An a
 answer is replaced by the recorded message. The sampled tokens of every request are recorded, however the request ends.
 `gateway_server` handles HTTP.
 
-The session also decides how much of a streamed answer can be sent. The sent text must be a prefix of the final answer,
-because a client can't take text back. Incomplete characters and text that may be the beginning of a stop string are
-held back. If the request has tools, text that may be the beginning of a tool call is held back as well.
+The session also decides how much of a streamed answer can be sent. The sent thoughts and the sent text must be prefixes
+of the final ones, because a client can't take text back. Incomplete characters and text that may be the beginning of a
+stop string, a thought or a tool call are held back.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ..engines.engine import CapableEngine
 from ..episode.limits import LimitReached
 from ..episode.llm import LLM, ModelFailed, RenderFailed, Reply
 from ..rendering.incremental_decoder import IncrementalDecoder, overlap
-from ..rendering.tool_calls import CallReader
+from ..rendering.tool_calls import AnswerStream, Piece
 from .chat_protocol import token_logprobs
-from .dialect import ANSWER, PIXELS, PLACE, Answered, Asked, Refused
+from .dialect import ANSWER, PIXELS, PLACE, THOUGHT, Answered, Asked, Refused
 from .linking import Use, label_calls
 
 if TYPE_CHECKING:
@@ -49,6 +49,9 @@ class _Sent(NamedTuple):
     """An answer that was sent to the program."""
 
     conversation: str
+    place: int
+    """Number of messages before the answer."""
+    thought: str
     calls: tuple[Message, ...]
     """The tool calls in the answer, with the ids that were sent."""
     recorded: Message
@@ -56,20 +59,18 @@ class _Sent(NamedTuple):
 
 
 class Pieces:
-    """Turns the token ids of one answer into text that can be sent. Single use."""
+    """Turns the token ids of one answer into pieces that can be sent. Single use."""
 
-    def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str], reader: CallReader | None) -> None:
-        """`reader` holds back text that may be the beginning of a call. It is None if the request has no tools."""
-        self._decoder, self._stops = decoder, stops
-        self._outside_calls = reader.stream().feed if reader is not None else str
+    def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str], reader: AnswerStream) -> None:
+        self._decoder, self._stops, self._reader = decoder, stops, reader
         self._held = ""
 
-    def feed(self, ids: Sequence[int]) -> str:
-        """Add ids, and return the new text that can be sent now."""
+    def feed(self, ids: Sequence[int]) -> list[Piece]:
+        """Add ids, and return the new pieces that can be sent now."""
         self._held += self._decoder.feed(ids)
         n = min((_before(self._held, stop) for stop in self._stops), default=len(self._held))
         piece, self._held = self._held[:n], self._held[n:]
-        return self._outside_calls(piece)
+        return self._reader.feed(piece)
 
 
 def _before(text: str, word: str) -> int:
@@ -90,8 +91,10 @@ class Live:
         self.id = ""
         """Id of the answer. It is empty until `open` is called."""
         self.created = int(time.time())
-        self.sent = ""
-        """All text that has been sent."""
+        self.sent = {True: "", False: ""}
+        """All thoughts (True) and all text (False) that have been sent."""
+        self.prompt = ""
+        """The prompt's text, which may have opened a thought."""
         self.moved = asyncio.Event()
         """Set when there may be new text for `take`, or the request is done."""
         self._request = request
@@ -99,14 +102,18 @@ class Live:
         self._pieces: Pieces | None = None
         self._new = array("i")
         """Ids (int32) that `take` hasn't decoded yet."""
-        self._again = ""
-        """The sent text that a new attempt must still repeat after a failed one."""
+        self._again = {True: "", False: ""}
+        """The sent thoughts and text that a new attempt must still repeat after a failed one."""
         self._parted = False
         """True if nothing more may be sent: the new attempt differs from the sent text, or the answer is complete."""
 
     def open(self, id: str, renderer: Renderer | None) -> None:
         """Called before the first token. `renderer` is the engine's renderer. If it is None, no tokens are streamed."""
         self.id, self._renderer = id, renderer
+
+    def shown(self, prompt: str) -> None:
+        """Receive the prompt's text before the first token."""
+        self.prompt = prompt
 
     def tokens(self, ids: array[int]) -> None:
         """Implements `Listener.tokens`."""
@@ -117,7 +124,7 @@ class Live:
         """Implements `Listener.again`. `LLM` calls it before a retry. The new answer must begin with the sent text."""
         # The decoder is replaced too, because its state belongs to the ids of the failed attempt.
         self._new, self._pieces = array("i"), None
-        self._again, self._parted = self.sent, False
+        self._again, self._parted = dict(self.sent), False
 
     async def quiet(self, seconds: float | None) -> bool:
         """Wait for `moved`, for at most `seconds` (None: no limit). Return True if the time has run out. Otherwise,
@@ -130,28 +137,30 @@ class Live:
         self.moved.clear()
         return False
 
-    def take(self) -> str:
-        """Return the text to send now."""
+    def take(self) -> list[Piece]:
+        """Return the pieces to send now."""
         if not self._new or self._parted or self._renderer is None:
-            return ""
+            return []
         if self._pieces is None:
-            reader = self._renderer.reader if self._request.tools else None
+            reader = self._renderer.reader.stream(tools=bool(self._request.tools), prompt=self.prompt)
             self._pieces = Pieces(self._renderer.incremental_decoder(), self._request.stop, reader)
         new, self._new = self._new, array("i")
-        text = self._pieces.feed(new)
-        # After a retry, the first `len(_again)` characters were already sent. They are compared and not sent again.
-        n = min(len(text), len(self._again))
-        self._parted = text[:n] != self._again[:n]
-        self._again = self._again[n:]
-        if self._parted:
-            return ""
-        self.sent += text[n:]
-        return text[n:]
+        found = list[Piece]()
+        for thought, text in self._pieces.feed(new):
+            # After a retry, the text in `_again` was already sent. It is compared and not sent again.
+            again = self._again[thought]
+            n = min(len(text), len(again))
+            self._parted = self._parted or text[:n] != again[:n]
+            self._again[thought] = again[n:]
+            if text[n:] and not self._parted:
+                self.sent[thought] += text[n:]
+                found.append(Piece(thought, text[n:]))
+        return found
 
-    def end(self, text: str) -> bool:
-        """Stop streaming. `text` is the complete answer. Return whether it begins with the sent text."""
+    def end(self, reasoning: str, text: str) -> bool:
+        """Stop streaming. Return whether the complete thoughts and text begin with what was sent."""
         self._new, self._parted = array("i"), True
-        return text.startswith(self.sent)
+        return reasoning.startswith(self.sent[True]) and text.startswith(self.sent[False])
 
 
 class Session:
@@ -281,6 +290,7 @@ class Session:
                 max_tokens=min(request.max_tokens or sampling.max_tokens, sampling.max_tokens),
                 seed=request.seed,
                 listener=live,
+                on_prompt=live.shown if live is not None else None,
             )
         except ModelFailed as error:
             self.failed = error
@@ -297,10 +307,10 @@ class Session:
         self.failed = None
         if use is not None:
             self._declared[reply.call] = use
-        answer = self._answer(request, reply, name, conversation, live)
+        answer = self._answer(request, reply, name, (conversation, len(messages)), live)
         # If the texts differ, the engine failed after a part was streamed, and the retry sampled another text. The
         # client can't take the sent text back, so the call is labelled as discarded and the client gets an error.
-        if live is not None and not live.end(answer.text):
+        if live is not None and not live.end(answer.reasoning, answer.text):
             self._declared[reply.call] = "discarded"
             raise Refused(
                 502,
@@ -310,14 +320,16 @@ class Session:
             )
         return answer
 
-    def _answer(self, request: Asked, reply: Reply, name: str, conversation: str, live: Live | None) -> Answered:
-        call = self._llm.recorder.log.call(reply.call)
-        text = reply.content if request.tools else reply.text
+    def _answer(self, request: Asked, reply: Reply, name: str, place: tuple[str, int], live: Live | None) -> Answered:
+        """Return the answer, and remember it. `place` is its conversation and the number of messages before it."""
+        call, renderer = self._llm.recorder.log.call(reply.call), self._renderer
         called = enumerate(reply.chat_calls[: None if request.parallel_tool_calls else 1] if request.tools else ())
         tools = tuple({**call, "id": call["id"] or f"call_{name}{k}"} for k, call in called)
         answer = Answered(
             id=name,
-            text=text,
+            text=reply.answer,
+            reasoning=reply.reasoning,
+            reasoning_tokens=len(renderer.text_ids(reply.reasoning, begin=False)) if renderer is not None else 0,
             finish="tool_calls" if tools else "length" if reply.finish == "length" else "stop",
             stopped=self._stopped(request, call),
             tool_calls=tools,
@@ -330,7 +342,7 @@ class Session:
         )
         self._answered[name] = reply.call, request.instructions
         self._places |= {call["id"]: k for k, call in enumerate(tools)}
-        self._sent.setdefault(_echo_key(answer.message), []).append(_Sent(conversation, tools, call.reply))
+        self._sent.setdefault(_echo_key(answer.message), []).append(_Sent(*place, reply.reasoning, tools, call.reply))
         # The exchange is recorded even if the answer is refused below, because its tokens were sampled.
         asked = "\n".join(f"{message['role']}: {_short(text_of(message))}" for message in call.messages)
         answered = call.text or json.dumps(call.tool_calls or "")
@@ -398,10 +410,11 @@ class Session:
     def _recorded(self, messages: Sequence[Message], conversation: str) -> list[Message]:
         """Replace each message that repeats a sent answer by the recorded message. Others stay unchanged.
 
-        Clients write an answer back in their own way: with arguments as compact JSON, without white space around the
-        text, or with other ids for the tool calls. Tool results then get the ids that were sent. If the same answer was
-        sent several times in this conversation, its echoes are matched in order, unless the ids of their calls tell
-        which is which.
+        Clients write an answer back in their own way: without its thoughts, with arguments as compact JSON, without
+        white space around the text, or with other ids for the tool calls. Tool results then get the ids that were sent.
+        If the same answer was sent several times in this conversation, the ids of its calls or the number of messages
+        before it tell which is which. Otherwise, its echoes are matched in order. A thought that wasn't sent with this
+        answer makes it another answer. Thoughts of such answers are left out.
 
         Results of parallel calls come in the order of the calls. Some clients send them in the order in which the tools
         ended, which differs in a replay. Many templates show no ids, so the model would take one result for another.
@@ -420,16 +433,19 @@ class Session:
                 continue
             key = _echo_key(message) if message["role"] == "assistant" else ""
             own = [call["id"] for call in message.get("tool_calls") or ()]
-            answers = self._sent.get(key, ())
+            thought = message.get(THOUGHT, "").strip()
+            answers = [one for one in self._sent.get(key, ()) if thought in ("", one.thought)]
             by_id = [one for one in answers if own and own[0] == one.calls[0]["id"]]
             answers = by_id or [one for one in answers if one.conversation == conversation]
             if answers:
-                sent = answers[min(seen[key], len(answers) - 1)]
+                here = [one for one in answers if one.place == len(found)]
+                sent = here[-1] if here else answers[min(seen[key], len(answers) - 1)]
                 seen[key] += 1
                 ids |= zip(own, (call["id"] for call in sent.calls), strict=True)
                 message = sent.recorded
             else:
                 places |= {id: k for k, id in enumerate(own)}
+                message = {name: value for name, value in message.items() if name != THOUGHT}
             turn += 1
             found.append((turn, -1, message))
         return [message for *_, message in sorted(found, key=lambda one: one[:2])]
@@ -518,7 +534,8 @@ def _conversation(messages: list[Message]) -> str:
     Every continuation of a conversation has the same name, whatever the order of concurrent requests.
     """
     n = next((k for k, message in enumerate(messages) if message["role"] != "system"), len(messages) - 1)
-    return hashlib.sha256(json.dumps(messages[: n + 1], sort_keys=True).encode()).hexdigest()[:8]
+    first = [{name: value for name, value in message.items() if name != THOUGHT} for message in messages[: n + 1]]
+    return hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _echo_key(message: Message) -> str:

@@ -23,10 +23,13 @@ from ...tapes.common.plain_json import read_plain
 from ...tapes.records import Message
 from .dialect import (
     PLACE,
+    THOUGHT,
     Answered,
     Asked,
     Flag,
     MaxTokens,
+    Part,
+    PartStream,
     Refused,
     StopString,
     Temperature,
@@ -37,6 +40,7 @@ from .dialect import (
     event,
     fields_of,
     invalid,
+    parts_of,
 )
 
 _IGNORED = frozenset(
@@ -133,9 +137,10 @@ class _ToolUse(BaseModel):
 
 
 class _Thinking(BaseModel):
-    """Thoughts, which are left out. The thoughts of a recorded answer are part of its tokens."""
+    """Thoughts. The text of redacted ones is unknown."""
 
     type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
 
 
 class _Said(BaseModel):
@@ -172,7 +177,9 @@ class _Assistant(BaseModel):
     def chat(self, place: str) -> list[Message]:
         text = "".join(block.text for block in self.content if isinstance(block, _Text))
         calls = [block.chat() for block in self.content if isinstance(block, _ToolUse)]
-        return [{"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}]
+        thought = "".join(block.thinking for block in self.content if isinstance(block, _Thinking))
+        more = {"tool_calls": calls} if calls else {}
+        return [{"role": "assistant", "content": text, **more, **({THOUGHT: thought} if thought else {})}]
 
 
 class _Tool(BaseModel):
@@ -276,9 +283,7 @@ def read_count(data: Mapping[str, JsonValue]) -> Asked:
 
 def body(asked: Asked, answer: Answered) -> dict[str, object]:
     """Return the JSON object of an answer that isn't streamed."""
-    content: list[dict[str, object]] = []
-    if answer.text or not answer.tool_calls:
-        content.append({"type": "text", "text": answer.text})
+    content = [_block(part, answer.id) for part in parts_of(answer)]
     content += [_tool_use(call) | {"input": _input(call)} for call in answer.tool_calls]
     return _message(asked, answer.id) | {"content": content, **_reason(answer), "usage": _usage(answer)}
 
@@ -301,6 +306,15 @@ def _message(asked: Asked, id: str) -> dict[str, object]:
         "stop_sequence": None,
         "usage": {"input_tokens": 0, "output_tokens": 0},
     }
+
+
+def _block(part: Part, id: str) -> dict[str, object]:
+    # Clients drop a thought without a signature, so the answer's id is its signature.
+    return (
+        {"type": "thinking", "thinking": part.text, "signature": id}
+        if part.thought
+        else {"type": "text", "text": part.text}
+    )
 
 
 def _tool_use(call: Message) -> dict[str, object]:
@@ -326,31 +340,35 @@ def _usage(answer: Answered) -> dict[str, object]:
     return {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens}
 
 
-class _Events:
-    """Writes an answer as events. Only its text is sent in pieces. The length of the prompt is sent at the end."""
+class _Events(PartStream):
+    """Writes an answer as events. Calls aren't sent in pieces. The length of the prompt is sent at the end."""
 
     quiet = event({"type": "ping"}, "ping")
 
     def __init__(self, asked: Asked) -> None:
+        super().__init__()
         self._asked = asked
-        self._sent = 0
+        self._id = ""
 
     def begin(self, id: str, created: int) -> bytes:
+        self._id = id
         return _event("message_start", message=_message(self._asked, id))
 
-    def text(self, piece: str) -> bytes:
-        opened = b"" if self._sent else _open(0, {"type": "text", "text": ""})
-        self._sent += len(piece)
-        return opened + _delta(0, type="text_delta", text=piece)
+    def begun(self, index: int) -> bytes:
+        return _open(index, _block(Part(self.parts[index].thought, ""), ""))
+
+    def delta(self, index: int, piece: str) -> bytes:
+        if self.parts[index].thought:
+            return _delta(index, type="thinking_delta", thinking=piece)
+        return _delta(index, type="text_delta", text=piece)
+
+    def ended(self, index: int, answer: Answered | None) -> bytes:
+        signed = _delta(index, type="signature_delta", signature=self._id) if self.parts[index].thought else b""
+        return signed + _event("content_block_stop", index=index)
 
     def end(self, answer: Answered) -> bytes:
-        found = [self.text(answer.text[self._sent :])] if len(answer.text) > self._sent else []
-        if not answer.text and not answer.tool_calls:
-            found.append(_open(0, {"type": "text", "text": ""}))
-        first = int(bool(answer.text) or not answer.tool_calls)
-        if first:
-            found.append(_event("content_block_stop", index=0))
-        for k, call in enumerate(answer.tool_calls, start=first):
+        found = [self.rest(answer)]
+        for k, call in enumerate(answer.tool_calls, start=len(self.parts)):
             found.append(_open(k, _tool_use(call)))
             found.append(_delta(k, type="input_json_delta", partial_json=json.dumps(_input(call))))
             found.append(_event("content_block_stop", index=k))

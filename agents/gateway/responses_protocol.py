@@ -1,7 +1,8 @@
 """OpenAI's Responses API as a dialect of the gateway.
 
-A response is a list of items: a message with the text, and one item for each tool call (`responses_tools`). The id of
-each item names its answer, so a client may send a reference in place of an item, or continue from a response by its id.
+A response is a list of items: the thoughts, a message with the text, and one item for each tool call
+(`responses_tools`). An item's id names its answer, so a client may send a reference in place of an item, or continue
+from a response by its id.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from .chat_protocol import refusal as chat_refusal
 from .dialect import (
     ANSWER,
     PLACE,
+    THOUGHT,
     Answered,
     Asked,
     DataUrl,
     Flag,
     MaxTokens,
+    Part,
+    PartStream,
     Refused,
     Temperature,
     TopP,
@@ -30,6 +34,7 @@ from .dialect import (
     event,
     fields_of,
     invalid,
+    parts_of,
 )
 from .responses_tools import Hosted, Place, Tool, asked_call, functions, item_of
 
@@ -108,6 +113,7 @@ _Parts = Annotated[list[Annotated[_Text | _Refusal | _Image, Field(discriminator
 
 class _MessageItem(BaseModel):
     type: Literal["message"]
+    id: str | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: _Parts
 
@@ -140,10 +146,22 @@ class _OutputItem(BaseModel):
     output: _Parts
 
 
+class _Thought(BaseModel):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
 class _ReasoningItem(BaseModel):
-    """Thoughts, which are left out. The thoughts of a recorded answer are part of its tokens."""
+    """Thoughts. Clients may leave out their text, or send it in a summary."""
 
     type: Literal["reasoning"]
+    id: str | None = None
+    content: list[_Thought] | None = None
+    summary: list[_Thought] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content or self.summary)
 
 
 class _ToolsItem(BaseModel):
@@ -253,14 +271,31 @@ def read(data: Mapping[str, JsonValue]) -> Asked:
 
 
 def _messages(items: Iterable[Any]) -> list[Message]:
-    """Return the items as messages. Calls belong to the assistant's message before them."""
+    """Return the items as messages. Calls belong to the assistant's message before them. A thought begins a message,
+    unless its id shows that it belongs to the message before it."""
     found = list[Message]()
-    pictures = 0
+    pictures, answer = 0, None
     for k, item in enumerate(items):
         last: Message | None = found[-1] if found and found[-1]["role"] == "assistant" else None
         if isinstance(item, _MessageItem):
-            found.append({"role": item.role, "content": _content(item.content, f"input.{k}.content")})
+            content = _content(item.content, f"input.{k}.content")
             pictures += sum(isinstance(part, _Image) for part in item.content)
+            before, answer = answer, _answer_of(item.id)
+            same = answer is not None and answer == before
+            if item.role == "assistant" and last is not None and isinstance(content, str):
+                if THOUGHT in last and not last["content"] and "tool_calls" not in last:
+                    last["content"] = content
+                    continue
+                if same and isinstance(last.get("content"), str):
+                    last["content"] += content
+                    continue
+            found.append({"role": item.role, "content": content})
+        elif isinstance(item, _ReasoningItem):
+            before, answer = answer, _answer_of(item.id)
+            if last is not None and ANSWER not in last and answer is not None and answer == before:
+                last[THOUGHT] = last.get(THOUGHT, "") + item.text
+            elif item.text:
+                found.append({"role": "assistant", "content": "", THOUGHT: item.text})
         elif isinstance(item, _OutputItem):
             content = _content(item.output, f"input.{k}.output")
             found.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
@@ -271,12 +306,17 @@ def _messages(items: Iterable[Any]) -> list[Message]:
                 found.append(last)
             last.setdefault("tool_calls", []).append(item.chat())
         elif isinstance(item, _ReferenceItem):
-            known = _ITEM_ID.fullmatch(item.id)
-            answer = known[1] if known else item.id
+            answer = _answer_of(item.id) or item.id
             if last is None or last.get(ANSWER) != answer:  # an answer has several items
                 found.append({"role": "assistant", ANSWER: answer})
     check_pictures(pictures, "input")
     return found
+
+
+def _answer_of(id: str | None) -> str | None:
+    """Return the id of the answer that an item belongs to, or None if the gateway didn't make the item's id."""
+    known = _ITEM_ID.fullmatch(id or "")
+    return known[1] if known else None
 
 
 def _content(parts: Iterable[_Text | _Refusal | _Image], place: str) -> str | list[Message]:
@@ -285,16 +325,20 @@ def _content(parts: Iterable[_Text | _Refusal | _Image], place: str) -> str | li
 
 def body(asked: Asked, answer: Answered) -> dict[str, object]:
     """Return the JSON object of an answer that isn't streamed."""
+    return _body(asked, answer, parts_of(answer))
+
+
+def _body(asked: Asked, answer: Answered, parts: list[Part]) -> dict[str, object]:
     cut = answer.finish == "length"
     return _response(asked, answer.id, answer.created) | {
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": _items(asked, answer),
+        "output": _items(asked, answer, parts),
         "usage": {
             "input_tokens": answer.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": answer.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
             "total_tokens": answer.prompt_tokens + answer.completion_tokens,
         },
     }
@@ -332,12 +376,14 @@ def _response(asked: Asked, id: str, created: int) -> dict[str, object]:
     }
 
 
-def _items(asked: Asked, answer: Answered) -> list[dict[str, object]]:
-    """Return the items of an answer: its text, unless it has calls only, and its calls."""
+def _items(asked: Asked, answer: Answered, parts: list[Part]) -> list[dict[str, object]]:
+    """Return the items of an answer: its thoughts and text, and its calls. Only the last item may be incomplete."""
     status = "incomplete" if answer.finish == "length" else "completed"
     found = list[dict[str, object]]()
-    if answer.text or not answer.tool_calls:
-        found.append(_message(answer.id, status, [_part(answer.text, answer.logprobs)]))
+    for k, part in enumerate(parts):
+        last = k == len(parts) - 1
+        content = [_content_part(part, answer.logprobs if last else None)]
+        found.append(_item(parts, k, answer.id, status if last else "completed", content))
     called: Any = asked.wire["called"]
     for k, call in enumerate(answer.tool_calls):
         name = call["function"]["name"]
@@ -346,59 +392,83 @@ def _items(asked: Asked, answer: Answered) -> list[dict[str, object]]:
     return found
 
 
-def _message(id: str, status: str, content: list[dict[str, object]]) -> dict[str, object]:
+def _item(parts: list[Part], index: int, id: str, status: str, content: list[dict[str, object]]) -> dict[str, object]:
+    """Return the item of a part. The first thought and the first text have the plain id of the answer."""
+    thought = parts[index].thought
+    id += str(index) if any(part.thought is thought for part in parts[:index]) else ""
+    if thought:
+        return {"id": f"rs_{id}", "type": "reasoning", "status": status, "summary": [], "content": content}
     return {"id": f"msg_{id}", "type": "message", "status": status, "role": "assistant", "content": content}
 
 
-def _part(text: str, logprobs: list[dict[str, object]] | None) -> dict[str, object]:
-    return {"type": "output_text", "annotations": [], "logprobs": logprobs or [], "text": text}
+def _content_part(part: Part, logprobs: list[dict[str, object]] | None) -> dict[str, object]:
+    if part.thought:
+        return {"type": "reasoning_text", "text": part.text}
+    return {"type": "output_text", "annotations": [], "logprobs": logprobs or [], "text": part.text}
 
 
-class _Events:
-    """Writes an answer as events. Only its text is sent in pieces."""
+class _Events(PartStream):
+    """Writes an answer as events. Calls aren't sent in pieces."""
 
     quiet = b":\n\n"
 
     def __init__(self, asked: Asked) -> None:
+        super().__init__()
         self._asked = asked
         self._id, self._created = "", 0
         self._number = 0
         """The next event's number."""
-        self._sent = ""
 
     def begin(self, id: str, created: int) -> bytes:
         self._id, self._created = id, created
         begun = _response(self._asked, id, created)
         return self._event("created", response=begun) + self._event("in_progress", response=begun)
 
-    def text(self, piece: str) -> bytes:
-        opened = b"" if self._sent else self._open()
-        self._sent += piece
-        place = {"item_id": f"msg_{self._id}", "output_index": 0, "content_index": 0}
-        return opened + self._event("output_text.delta", **place, delta=piece, logprobs=[])
+    def begun(self, index: int) -> bytes:
+        item = _item(self.parts, index, self._id, "in_progress", [])
+        place = {"item_id": item["id"], "output_index": index, "content_index": 0}
+        added = self._event("output_item.added", output_index=index, item=item)
+        part = _content_part(Part(self.parts[index].thought, ""), None)
+        return added + self._event("content_part.added", **place, part=part)
+
+    def delta(self, index: int, piece: str) -> bytes:
+        item = _item(self.parts, index, self._id, "in_progress", [])
+        place = {"item_id": item["id"], "output_index": index, "content_index": 0}
+        if self.parts[index].thought:
+            return self._event("reasoning_text.delta", **place, delta=piece)
+        return self._event("output_text.delta", **place, delta=piece, logprobs=[])
+
+    def ended(self, index: int, answer: Answered | None) -> bytes:
+        content = [_content_part(self.parts[index], None)]
+        item: Any = _item(self.parts, index, self._id, "completed", content)
+        if answer is not None:
+            item = _items(self._asked, answer, self.parts)[index]
+        (part,) = item["content"]
+        place = {"item_id": item["id"], "output_index": index, "content_index": 0}
+        kind = "reasoning_text" if self.parts[index].thought else "output_text"
+        done = {name: part[name] for name in ("text", "logprobs") if name in part}
+        return b"".join(
+            [
+                self._event(f"{kind}.done", **place, **done),
+                self._event("content_part.done", **place, part=part),
+                self._event("output_item.done", output_index=index, item=item),
+            ]
+        )
 
     def end(self, answer: Answered) -> bytes:
-        found = [self.text(answer.text[len(self._sent) :])] if len(answer.text) > len(self._sent) else []
-        whole = body(self._asked, answer)
+        found = [self.rest(answer)]
+        whole = _body(self._asked, answer, self.parts)
         items: Any = whole["output"]
-        if items[0]["type"] == "message" and not answer.text:
-            found.append(self._open())
-        for k, item in enumerate(items):
+        for k, item in enumerate(items[len(self.parts) :], start=len(self.parts)):
             place = {"item_id": item["id"], "output_index": k}
-            if item["type"] == "message":
-                (part,) = item["content"]
-                done = {"text": part["text"], "logprobs": part["logprobs"]}
-                found.append(self._event("output_text.done", **place, content_index=0, **done))
-                found.append(self._event("content_part.done", **place, content_index=0, part=part))
-            else:
-                custom = item["type"] == "custom_tool_call"
-                field = "input" if custom else "arguments"
-                kind = "custom_tool_call_input" if custom else "function_call_arguments"
-                begun = {**item, "status": "in_progress", field: ""}
-                found.append(self._event("output_item.added", output_index=k, item=begun))
-                found.append(self._event(f"{kind}.delta", **place, delta=item[field]))
-                done = {field: item[field], **({} if custom else {"name": item["name"]})}
-                found.append(self._event(f"{kind}.done", **place, **done))
+            custom = item["type"] == "custom_tool_call"
+            field = "input" if custom else "arguments"
+            kind = "custom_tool_call_input" if custom else "function_call_arguments"
+            begun = {**item, "status": "in_progress", field: ""}
+            found.append(self._event("output_item.added", output_index=k, item=begun))
+            found.append(self._event(f"{kind}.delta", **place, delta=item[field]))
+            done = {field: item[field], **({} if custom else {"name": item["name"]})}
+            found.append(self._event(f"{kind}.done", **place, **done))
             found.append(self._event("output_item.done", output_index=k, item=item))
         found.append(self._event(str(whole["status"]), response=whole))
         return b"".join(found)
@@ -407,13 +477,6 @@ class _Events:
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         ended = {"status": "failed", "error": {"code": code, "message": str(error)}}
         return self._event("failed", response=_response(self._asked, self._id, self._created) | ended)
-
-    def _open(self) -> bytes:
-        """The events that begin the message."""
-        item = _message(self._id, "in_progress", [])
-        place = {"item_id": item["id"], "output_index": 0, "content_index": 0}
-        added = self._event("output_item.added", output_index=0, item=item)
-        return added + self._event("content_part.added", **place, part=_part("", None))
 
     def _event(self, kind: str, **more: object) -> bytes:
         kind = f"response.{kind}"

@@ -32,6 +32,8 @@ from .tool_calls import (
     CallReader,
     CallsRead,
     HermesReader,
+    JoinedRegions,
+    Piece,
     Span,
     chat_call,
     checked_call,
@@ -124,9 +126,10 @@ class ResponseReader:
             return read.answering("\n".join(filter(None, said)))
         return read
 
-    def stream(self) -> AnswerStream:
-        """Return an object that says how much of a streamed answer with tools can be sent."""
-        return _ResponseStream(self._opening)
+    def stream(self, *, tools: bool, prompt: str = "") -> AnswerStream:
+        """Return an object that reads one streamed answer, as `CallReader.stream` describes."""
+        plain = self._spec.implicit is not None
+        return _ResponseStream(self._opening, self._thoughts, self._opened(prompt), plain=plain)
 
     def _opened(self, prompt: str) -> Any:
         """Return the field that the prompt opened for the answer, or None."""
@@ -273,42 +276,72 @@ class ResponseReader:
 
 
 class _ResponseStream:
-    def __init__(self, opening: list[Any]) -> None:
-        self._opening = opening
+    """Reads as `ResponseReader.read` does. It stops at the first call, even if no tools are offered, because only the
+    end of the answer shows what belongs to this call."""
+
+    def __init__(self, opening: list[Any], thoughts: list[Any], opened: Any, *, plain: bool) -> None:
+        """`opened` is the field that the prompt opened, or None. If `plain` is true, text outside of regions is part of
+        the answer."""
+        self._thoughts, self._plain = thoughts, plain
+        self._marks = [(one, one.open_re, True) for one in opening]
+        self._marks += [(one, one.close_re, False) for one in thoughts if one.close_re is not None]
         self._held = ""
-        self._inside: Any = None
+        self._inside: Any = opened
         """The field whose region is open where `_held` begins, or None."""
+        self._edge = True
+        """Whether `_held` begins where the answer begins or a region ends. `\\G` matches only there."""
         self._stopped = False
+        self._reasoning, self._answer = JoinedRegions(), JoinedRegions(begun=plain and not self._thinking)
 
-    def feed(self, text: str) -> str:
+    @property
+    def _thinking(self) -> bool:
+        return self._inside is not None and self._inside in self._thoughts
+
+    def feed(self, text: str) -> list[Piece]:
         if self._stopped:
-            return ""
-        self._held += text
-        n = self._certain()
-        sent = self._held[:n].rstrip()  # white space before a call isn't content
-        self._held = self._held[len(sent) :]
-        self._stopped = self._stopped or len(self._held.lstrip()) > _HELD
-        return sent
-
-    def _certain(self) -> int:
-        """Return how many of the held characters are certain to be outside of calls."""
-        at = 0
+            return []
+        held, at, found = self._held + text, 0, list[Piece]()
         while True:
-            if self._inside is not None:
-                close = self._inside.close_re.search(self._held, at, partial=True) if self._inside.close_re else None
-                if close is None or close.partial:
-                    return len(self._held) if close is None else close.start()
-                at, self._inside = close.end(), None
+            end, mark, field, opens = self._next(held, at)
+            if self._plain or self._inside is not None:
+                self._edge = self._edge and end == at
+                found += self._sent(held[at:end])
+                at = end
+            if mark is None or mark.partial:
+                break
+            if not mark[0] or (opens and field.name == _CALLS):
+                self._stopped = True
+                break
+            at, self._edge = end + len(mark[0]), True
+            if field in self._thoughts and (opens or self._thinking):
+                (self._answer if opens else self._reasoning).end()
+            elif self._plain:
+                found += self._sent(mark[0])
+            elif not opens:
+                self._answer.end()
+            self._inside = field if opens else None
+        self._held = held[at:]
+        self._stopped = self._stopped or len(self._held.lstrip()) > _HELD
+        return found
+
+    def _next(self, held: str, at: int) -> tuple[int, Any, Any, bool]:
+        """Return (index, match, field, whether the mark opens it) for the next mark, which may be incomplete. Without a
+        mark, the index is the length of `held`."""
+        marks = self._marks if self._inside is None else [(self._inside, self._inside.close_re, False)]
+        before = "" if self._edge or self._inside is not None else _LAST
+        best = None
+        for field, pattern, opens in marks:
+            match = pattern.search(before + held[at:], partial=True) if pattern is not None else None
+            if match is None:
                 continue
-            marks = [(one, one.open_re.search(self._held, at, partial=True)) for one in self._opening]
-            found = [(mark.start(), one.name != _CALLS, mark, one) for one, mark in marks if mark is not None]
-            if not found:
-                return len(self._held)
-            start, harmless, mark, field = min(found, key=lambda one: one[:2])
-            if not harmless or mark.partial or mark.end() == start:
-                self._stopped = not harmless and not mark.partial
-                return start
-            at, self._inside = mark.end(), field
+            rank = (-match.start(), match.partial, match.end(), opens)
+            if best is None or rank > best[0]:
+                best = rank, match, field, opens
+        return (len(held), None, None, False) if best is None else (at + best[1].start() - len(before), *best[1:])
+
+    def _sent(self, text: str) -> list[Piece]:
+        sent = (self._reasoning if self._thinking else self._answer).feed(text)
+        return [Piece(self._thinking, sent)] if sent else []
 
 
 def _entry(

@@ -86,18 +86,51 @@ class CallReader(Protocol):
         the answer, which isn't in `text`. `cut` is true if the answer was cut off. Then it has no calls."""
         ...
 
-    def stream(self) -> AnswerStream:
-        """Return an object that says how much of a streamed answer with tools can be sent."""
+    def stream(self, *, tools: bool, prompt: str = "") -> AnswerStream:
+        """Return an object that reads one streamed answer. `tools` is true if tools are offered. For `prompt`, see
+        `read`."""
         ...
+
+
+class Piece(NamedTuple):
+    """A piece of a streamed answer."""
+
+    thought: bool
+    """Whether the text belongs to a thought."""
+    text: str
 
 
 class AnswerStream(Protocol):
-    """Holds back the text of one streamed answer that may be the beginning of a call."""
+    """Separates the thoughts from the answer while it is sampled, and holds back text that may begin a call."""
+
+    def feed(self, text: str) -> list[Piece]:
+        """Add text, and return the pieces that can be sent now, in order. The pieces of thoughts are the beginning of
+        `CallsRead.reasoning`, and the others are the beginning of `CallsRead.answer`, whatever text follows."""
+        ...
+
+
+class JoinedRegions:
+    """Joins the regions of a streamed answer as `read_calls` does: without the white space around them, and on separate
+    lines."""
+
+    def __init__(self, *, begun: bool = False) -> None:
+        """If `begun` is true, white space at the beginning of the first region is kept."""
+        self._begun, self._any, self._space = begun, False, ""
 
     def feed(self, text: str) -> str:
-        """Add text, and return the text that can be sent now. Sent text is the beginning of `CallsRead.content`,
-        whatever text follows."""
-        ...
+        """Add text to the region, and return the text that can be sent now. White space waits for what follows it."""
+        text = self._space + text if self._begun else text.lstrip()
+        known = text.rstrip()
+        self._space = text[len(known) :]
+        if not known:
+            return ""
+        line = "\n" if self._any and not self._begun else ""
+        self._begun = self._any = True
+        return line + known
+
+    def end(self) -> None:
+        """End the region."""
+        self._begun, self._space = False, ""
 
 
 def read_tool_calls(
@@ -140,22 +173,64 @@ class HermesReader:
             return read_calls(text, [], [], _find(text, None, thinking)[1])
         return read_tool_calls(text, tools, thinking=thinking, cut=cut)
 
-    def stream(self) -> AnswerStream:
-        """Return an object that says how much of a streamed answer can be sent."""
-        return _HermesStream()
+    def stream(self, *, tools: bool, prompt: str = "") -> AnswerStream:
+        """Return an object that reads one streamed answer, as `CallReader.stream` describes."""
+        return _HermesStream(tools, prompt.rstrip().endswith(_THINK))
 
 
 class _HermesStream:
-    def __init__(self) -> None:
+    def __init__(self, tools: bool, thinking: bool) -> None:
+        self._tools, self._thinking = tools, thinking
+        self._pattern, self._words = (_MARK, _MARKS) if tools else (_THOUGHT, (_THINK, _END_THINK))
         self._held = ""
-        self._fresh, self._thinking = True, False
-        """The arguments `fresh` and `thinking` of `free_prefix`, which describe the position where `_held` begins."""
+        self._fresh = True
+        """True at the beginning of the answer and after a thought, as long as only white space has followed."""
+        self._stopped = False
+        """True if the rest of the answer may belong to a call, so nothing more is sent before the answer ends."""
+        self._reasoning, self._answer = JoinedRegions(), JoinedRegions(begun=not thinking)
 
-    def feed(self, text: str) -> str:
-        held = self._held + text
-        n, self._fresh, self._thinking = free_prefix(held, self._fresh, self._thinking)
-        self._held = held[n:]
-        return held[:n]
+    def feed(self, text: str) -> list[Piece]:
+        if self._stopped:
+            return []
+        held, at, found = self._held + text, 0, list[Piece]()
+        while True:
+            if self._thinking:
+                end = held.find(_END_THINK, at)
+                found += self._sent(held[at : end if end >= 0 else max(at, len(held) - overlap(held, _END_THINK))])
+                if end < 0:
+                    at = max(at, len(held) - overlap(held, _END_THINK))
+                    break
+                self._reasoning.end()
+                at, self._fresh, self._thinking = end + len(_END_THINK), True, False
+                continue
+            if self._fresh and self._tools and (first := held[at:].lstrip()[:1]) in ("", "{"):
+                self._stopped = first == "{"
+                break
+            mark = self._pattern.search(held, at)
+            end = (
+                max(at, len(held) - max(overlap(held, word) for word in self._words)) if mark is None else mark.start()
+            )
+            if mark is not None and mark[0] == _END_THINK:
+                end = mark.end()  # it ends no thought that is known, so it is text
+            self._fresh = self._fresh and not held[at:end].strip()
+            found += self._sent(held[at:end])
+            at = end
+            if mark is None:
+                break
+            if mark[0] == _END_THINK:
+                self._fresh = True
+                continue
+            if mark[0] != _THINK:
+                self._stopped = True
+                break
+            self._answer.end()
+            at, self._thinking = mark.end(), True
+        self._held = held[at:]
+        return found
+
+    def _sent(self, text: str) -> list[Piece]:
+        sent = (self._reasoning if self._thinking else self._answer).feed(text)
+        return [Piece(self._thinking, sent)] if sent else []
 
 
 def tool_names(tools: Collection[str | Mapping[str, JsonValue]]) -> set[str]:
@@ -167,35 +242,6 @@ def tool_name(schema: Mapping[str, JsonValue]) -> str:
     """Return the name in a function schema. The schema may be inside `{"type": "function", "function": ...}`."""
     function = schema.get("function", schema)
     return str(function.get("name", "")) if isinstance(function, Mapping) else ""
-
-
-def free_prefix(text: str, fresh: bool, thinking: bool) -> tuple[int, bool, bool]:
-    """Find out how much of a streamed answer can be sent. `text` is the part that hasn't been sent yet. Returns (n,
-    fresh, thinking).
-
-    The first n characters are part of the answer's content, whatever text follows, so the stream can send them. They
-    never include text that `read_tool_calls` may later read as part of a call. `thinking` is true inside a thought.
-    `fresh` is true at the beginning of the answer and after a thought, as long as only white space has followed. The
-    arguments describe the beginning of `text`, and the results describe position n.
-    """
-    at = 0
-    while True:
-        rest = text[at:]
-        if thinking:
-            end = rest.find(_END_THINK)
-            if end < 0:
-                return at + len(rest) - overlap(rest, _END_THINK), fresh, True
-            at, fresh, thinking = at + end + len(_END_THINK), True, False
-            continue
-        if fresh and rest.lstrip()[:1] in ("", "{"):
-            return at, True, False
-        mark = _MARK.search(rest)
-        if mark is not None and mark[0] in (_THINK, _END_THINK):
-            at, fresh, thinking = at + mark.end(), True, mark[0] == _THINK
-            continue
-        held = max(overlap(rest, word) for word in _MARKS) if mark is None else len(rest) - mark.start()
-        n = len(rest[: len(rest) - held].rstrip())  # white space before a call isn't content
-        return at + n, fresh and not n, False
 
 
 def _find(text: str, names: Collection[str] | None, thinking: bool) -> tuple[list[Span], list[Span]]:
@@ -255,6 +301,7 @@ _FORMATS: Mapping[str, Callable[[str, int], list[Span]]] = {_TAG: _tagged, "<|py
 mark. It returns at least one call, which may be broken. `_find` itself handles calls without a mark (Llama 3)."""
 _MARKS = (*_FORMATS, _THINK, _END_THINK)
 _MARK = re.compile("|".join(map(re.escape, _MARKS)))
+_THOUGHT = re.compile(f"{_THINK}|{_END_THINK}")
 
 
 def _objects(text: str, at: int, names: Collection[str] | None = None) -> Iterator[Span]:

@@ -114,7 +114,7 @@ async def anthropic_sdk(stream: bool) -> str:
             uses = [block for block in answer.content if block.type == "tool_use"]
             if not uses:
                 assert answer.stop_reason == "end_turn"
-                return answer.content[0].text
+                return "".join(block.text for block in answer.content if block.type == "text")
             made = [(use.id, *result(use.input)) for use in uses]
             blocks = [{"type": "tool_result", "tool_use_id": id, "content": t, "is_error": bad} for id, t, bad in made]
             messages.append({"role": "user", "content": blocks})
@@ -148,6 +148,8 @@ CLIENTS: dict[str, Callable[[], Awaitable[str]]] = {
     "agents-sdk-streamed": lambda: agents_sdk(True),
     "anthropic": lambda: anthropic_sdk(False),
     "anthropic-streamed": lambda: anthropic_sdk(True),
+    "pydantic-ai-chat": lambda: pydantic_ai("openai-chat:gpt-5", False),
+    "pydantic-ai-chat-streamed": lambda: pydantic_ai("openai-chat:gpt-5", True),
     "pydantic-ai": lambda: pydantic_ai("openai:gpt-5", False),
     "pydantic-ai-streamed": lambda: pydantic_ai("openai:gpt-5", True),
     "pydantic-ai-anthropic": lambda: pydantic_ai("anthropic:claude-sonnet-4-5", False),

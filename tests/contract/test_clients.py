@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tapereel.agents import Completion, rollout
-from tapereel.agents.gateway import Program, messages_protocol, responses_protocol
+from tapereel.agents.gateway import Program, chat_protocol, messages_protocol, responses_protocol
 from tapereel.agents.gateway.dialect import Answered
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.agents.replay.replayer import replay
@@ -30,8 +30,14 @@ pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
 SCRIPT = Path(__file__).with_name("clients_run.py")
 RENDERER = Renderer(tokenizer("qwen3"))
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": %d, "b": %d}}\n</tool_call>'
-SAID = ["I add.\n" + CALL % (1, 2), CALL % (-1, 2), CALL % (3, 4) + "\n" + CALL % (5, 6), "done"]
-"""A call, a call that fails, two at once, and the answer."""
+THOUGHT = "<think>\nI may write %s .\n</think>\n\n" % (CALL % (7, 8))
+SAID = [
+    f"{THOUGHT}I add.\n" + CALL % (1, 2),
+    THOUGHT + CALL % (-1, 2),
+    CALL % (3, 4) + "\n" + CALL % (5, 6),
+    f"{THOUGHT}done",
+]
+"""A call, a call that fails, two at once, and the answer. Some come after a thought that quotes a call."""
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +92,10 @@ def test_the_official_models_parse_every_answer_and_every_event(tmp_path: Path):
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     lines = list[Any]()
     shapes: list[Any] = [
+        ("one two", "stop", None, (), "a thought"),
+        ("", "length", None, (), "a thought"),
+        ("i add", "tool_calls", None, (call,), "a thought"),
+        ("", "tool_calls", None, (call,), "a thought"),
         ("one two", "stop", None, ()),
         ("", "stop", None, ()),
         ("one", "stop", "x", ()),
@@ -93,18 +103,20 @@ def test_the_official_models_parse_every_answer_and_every_event(tmp_path: Path):
         ("", "tool_calls", None, (call, call)),
         ("i add", "tool_calls", None, (call,)),
     ]
-    for text, finish, stopped, calls in shapes:
-        answer = Answered("0" * 24, text, finish, stopped, calls, prompt_tokens=3, completion_tokens=2)
+    for text, finish, stopped, calls, *thought in shapes:
+        answer = Answered("0" * 24, text, finish, stopped, calls, *thought, prompt_tokens=3, completion_tokens=2)
         function: Any = {"type": "function", "name": "add", "parameters": {}}
         body: Any = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
         for name, dialect, asked in (
             ("responses", responses_protocol, responses_protocol.read({"input": "hi", "tools": [function]})),
             ("messages", messages_protocol, messages_protocol.read(body)),
+            ("chat", chat_protocol, chat_protocol.read({"messages": body["messages"]})),
         ):
             lines.append([name, dialect.body(asked, answer)])
             stream: Any = dialect.stream(asked)
-            sent = stream.begin(answer.id, 7) + (stream.text(text[:2]) if text else b"") + stream.end(answer)
-            data = [line[6:] for line in sent.decode().splitlines() if line.startswith("data: ")]
+            sent = stream.begin(answer.id, 7) + (stream.thought(thought[0][:3]) if thought else b"")
+            sent += (stream.text(text[:2]) if text and not thought else b"") + stream.end(answer)
+            data = [line[6:] for line in sent.decode().splitlines() if line.startswith("data: {")]
             lines += [[f"{name}-event", json.loads(event)] for event in data]
     file = tmp_path / "lines.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))

@@ -192,7 +192,7 @@ def test_an_error_has_its_status_until_the_first_token_and_is_an_event_after_it(
                 assert (stream.text, last) == ("yes it is", "[DONE]")
                 assert len(engine.requests) == 3
             else:
-                assert (stream.text, last["error"]["code"]) == ("yes ", "model_failed")
+                assert (stream.text, last["error"]["code"]) == ("yes", "model_failed")
                 assert "fire" in last["error"]["message"]
                 async with openai.AsyncOpenAI(base_url=there.gateway.url, api_key=client.key) as api:
                     engine.breaks = [2]
@@ -216,10 +216,10 @@ def test_an_answer_that_comes_otherwise_when_it_is_asked_again_is_nobodys(tmp_pa
             tape, client = await there.begin(task="t")
             engine.let(4)
             async with streamed(client, "hi") as stream:
-                await stream.until("yes ")
+                await stream.until("yes")
                 engine.let()
                 (last,) = await stream.rest()
-            assert (stream.text, last["error"]["code"]) == ("yes ", "answer_changed")
+            assert (stream.text, last["error"]["code"]) == ("yes", "answer_changed")
             assert (await client.ask("hi"))[0] == 200
             await there.score(tape, right=1.0)
             await there.end(tape)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tapereel.agents.gateway import messages_protocol
-from tapereel.agents.gateway.dialect import Answered, Refused
+from tapereel.agents.gateway.dialect import THOUGHT, Answered, Refused
 from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Sampling, Tape
 
@@ -51,10 +51,11 @@ def joined(events: list[Any]) -> Any:
                 message["content"].append(event["content_block"])
             case "content_block_delta":
                 block, delta = message["content"][event["index"]], event["delta"]
-                if delta["type"] == "text_delta":
-                    block["text"] += delta["text"]
-                else:
+                if delta["type"] == "input_json_delta":
                     block["input"] = json.loads(delta["partial_json"])
+                else:
+                    field = delta["type"].removesuffix("_delta")
+                    block[field] += delta[field]
             case "message_delta":
                 message |= event["delta"] | {"usage": event["usage"]}
     return message
@@ -100,7 +101,12 @@ def test_blocks_become_messages():
     assert read(messages=sent, system=system).messages == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "ab"},
-        {"role": "assistant", "content": "i add.", "tool_calls": [call("c", '{"a": "é"}'), call("d", "oh}")]},
+        {
+            "role": "assistant",
+            "content": "i add.",
+            "tool_calls": [call("c", '{"a": "é"}'), call("d", "oh}")],
+            THOUGHT: "hm",
+        },
         {"role": "tool", "content": "1", "tool_call_id": "c"},
         {"role": "tool", "content": "Error: no", "tool_call_id": "d"},
         {"role": "user", "content": "go on"},

@@ -70,40 +70,55 @@ def live(name: str, asked: Asked | None = None) -> Live:
 
 
 def told(to: Live, ids: list[int], sizes: list[int]) -> list[str]:
-    """The pieces that are taken when ids come, and are taken, so many at a time."""
+    """The texts that are taken when ids come, and are taken, so many at a time."""
     pieces, at = [], 0
     for size in [*sizes, len(ids)]:
         to.tokens(array("i", ids[at : at + size]))
-        pieces.append(to.take())
+        pieces.append(text(to))
         at += size
         if at >= len(ids):
             break
     return pieces
 
 
-def whole(name: str, ids: list[int], asked: Asked) -> str:
-    """The text of the answer, as the door and the protocol make it."""
+def text(to: Live) -> str:
+    """What is taken of an answer without thoughts."""
+    pieces = to.take()
+    assert not any(piece.thought for piece in pieces)
+    return "".join(piece.text for piece in pieces)
+
+
+def whole(name: str, ids: list[int], asked: Asked, prompt: str = "") -> tuple[str, str]:
+    """The thoughts and the text of the answer, as the door and the protocol make them."""
     renderer = RENDERERS[name]
     made = Completion(text=renderer.decode(ids), ids=array("i", ids))
     text = (cut_at_stop(made, asked.stop, renderer.decode) if asked.stop else made).text or ""
-    return renderer.reader.read(text, ["add"]).content if asked.tools else text
+    read = renderer.reader.read(text, ["add"] if asked.tools else None, prompt=prompt)
+    return read.reasoning, read.answer
 
 
 SIZES = st.lists(st.integers(1, 5), max_size=30)
 NAMES = st.sampled_from(sorted(RENDERERS))
 
 
-@given(NAMES, TEXTS, STOPS, st.booleans(), st.booleans(), SIZES)
+@given(NAMES, TEXTS, STOPS, st.booleans(), st.booleans(), SIZES, st.sampled_from(["", "<think>\n"]))
 @settings(max_examples=300, deadline=None)
 def test_what_is_sent_of_any_text_is_how_its_answer_begins(
-    name: str, text: str, stops: list[str], tools: bool, ends: bool, sizes: list[int]
+    name: str, text: str, stops: list[str], tools: bool, ends: bool, sizes: list[int], prompt: str
 ) -> None:
     renderer, asked = RENDERERS[name], request(stops, tools)
     ids = renderer._codec._raw(text + renderer._before_end * ends) + list(renderer.end_ids[:1]) * ends
-    to = live(name, asked)
-    pieces, answer = told(to, ids, sizes), whole(name, ids, asked)
-    assert "".join(pieces) == to.sent
-    assert to.end(answer), (to.sent, answer)
+    to, at = live(name, asked), 0
+    to.shown(prompt)
+    pieces = []
+    for size in [*sizes, len(ids)]:
+        to.tokens(array("i", ids[at : at + size]))
+        pieces += to.take()
+        at += size
+    for thought in (True, False):
+        assert "".join(piece.text for piece in pieces if piece.thought is thought) == to.sent[thought]
+    answer = whole(name, ids, asked, prompt)
+    assert to.end(*answer), (to.sent, answer)
 
 
 @given(NAMES, st.data(), SIZES)
@@ -115,18 +130,19 @@ def test_what_is_sent_of_any_ids_is_how_their_text_begins(name: str, data: Any, 
     ids = data.draw(st.lists(st.integers(0, codec._backend.get_vocab_size() - 1) | st.sampled_from(odd), max_size=30))
     to = live(name)
     told(to, ids, sizes)
-    assert to.end(RENDERERS[name].decode(ids)), (to.sent, RENDERERS[name].decode(ids))
+    assert to.end(*whole(name, ids, request())), (to.sent, RENDERERS[name].decode(ids))
 
 
 @pytest.mark.parametrize("name", RENDERERS)
 def test_nothing_is_held_back_without_need(name: str) -> None:
-    text = "quick brown fox, 47 times"
+    opens = "<|channel|>final<|message|>" if name == "harmony" else ""  # text outside of its channels is no answer
+    text = f"{opens}quick brown fox, 47 times"
     ids = RENDERERS[name]._codec._raw(text) if name != "characters" else RENDERER._codec._raw(text)
     to = live(name)
     for k in range(len(ids)):
         to.tokens(array("i", ids[k : k + 1]))
         to.take()
-        assert to.sent == RENDERERS[name].decode(ids[: k + 1])
+        assert to.sent[False] == RENDERERS[name].decode(ids[: k + 1])[len(opens) :].rstrip()
 
 
 def test_half_a_character_is_never_sent() -> None:
@@ -142,7 +158,7 @@ def test_what_is_written_before_the_end_of_a_turn_is_no_text() -> None:
     assert renderer._before_end == " "
     to = live("llama2")
     assert told(to, [*renderer._codec._raw("fox "), renderer.end_ids[0]], [1] * 9)[-2:] == ["", ""]
-    assert (to.sent, renderer.decode([*renderer._codec._raw("fox "), renderer.end_ids[0]])) == ("fox", "fox")
+    assert (to.sent[False], renderer.decode([*renderer._codec._raw("fox "), renderer.end_ids[0]])) == ("fox", "fox")
 
 
 def test_bytes_that_may_read_otherwise_wait_for_what_follows_them() -> None:
@@ -160,11 +176,13 @@ def test_bytes_that_may_read_otherwise_wait_for_what_follows_them() -> None:
     ("text", "stops", "tools", "sent"),
     [
         ("one two", (), False, "one two"),
-        ("one st", ("stop",), False, "one "),
+        ("one st", ("stop",), False, "one"),
         ("one star", ("stop",), False, "one star"),
-        ("one stop two", ("stop",), False, "one "),
+        ("one stop two", ("stop",), False, "one"),
         ("abc", ("abcd", "c"), False, ""),
         ("a <tool", (), False, "a <tool"),
+        ("a <thi", (), False, "a"),
+        ("a <thin ", (), False, "a <thin"),
         ("a  <tool", (), True, "a"),
         ("a <tools", (), True, "a <tools"),
         ("a <tool_call>{} b", (), True, "a"),
@@ -172,6 +190,7 @@ def test_bytes_that_may_read_otherwise_wait_for_what_follows_them() -> None:
         (' {"name"', (), True, ""),
         ('a {"name"', (), True, 'a {"name"'),
         (" \n", (), True, ""),
+        ("a \n", (), False, "a"),
         (" \nb ", (), True, " \nb"),
     ],
 )
@@ -180,7 +199,7 @@ def test_what_may_become_something_else_is_held(text: str, stops: Any, tools: bo
     ids = RENDERERS["plain"]._codec._raw(text)
     to._renderer = RENDERERS["plain"]
     told(to, ids, [1] * len(ids))
-    assert to.sent == sent
+    assert to.sent == {True: "", False: sent}
 
 
 def test_another_try_must_begin_with_what_was_sent() -> None:
@@ -188,23 +207,23 @@ def test_another_try_must_begin_with_what_was_sent() -> None:
     other = array("i", RENDERER._codec._raw("abXdef".lower().replace("x", "z")))
     to = live("characters")
     to.tokens(ids[:3])
-    assert to.take() == "abc"
+    assert text(to) == "abc"
     to.tokens(ids[3:4])
     to.again()
-    assert to.take() == ""
+    assert text(to) == ""
     to.tokens(ids[:2])
-    assert to.take() == ""
+    assert text(to) == ""
     to.tokens(ids[2:5])
-    assert (to.take(), to.sent) == ("de", "abcde")
+    assert (text(to), to.sent[False]) == ("de", "abcde")
     to.again()
     to.tokens(other[:2])
-    assert to.take() == ""
+    assert text(to) == ""
     to.tokens(other[2:])
-    assert to.take() == ""
-    assert not to.end("abzdef")
+    assert text(to) == ""
+    assert not to.end("", "abzdef")
     to.again()
     to.tokens(ids)
-    assert (to.take(), to.sent) == ("f", "abcdef")
-    assert to.end("abcdef")
+    assert (text(to), to.sent[False]) == ("f", "abcdef")
+    assert to.end("", "abcdef")
     to.tokens(ids)
-    assert to.take() == ""
+    assert text(to) == ""

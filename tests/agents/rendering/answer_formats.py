@@ -13,7 +13,7 @@ from typing import Any
 
 from tapereel.agents.rendering.response_reader import ResponseReader
 from tapereel.agents.rendering.response_templates import FORMATS
-from tapereel.agents.rendering.tool_calls import CallReader, HermesReader
+from tapereel.agents.rendering.tool_calls import AnswerStream, CallReader, CallsRead, HermesReader
 
 from .templates_table import page
 
@@ -199,6 +199,18 @@ def found(writer: Writer, text: str, **more: Any) -> tuple[list[Arguments], str]
     read = writer.reader.read(text, TOOLS, prompt=writer.prompt, **more)
     assert all(call.name == "add" for call in read.calls)
     return [call.arguments for call in read.calls], read.problem
+
+
+def begins(stream: AnswerStream, text: str, sizes: list[int], read: CallsRead) -> None:
+    """Check that the pieces which a stream sends of the text are the beginning of its thoughts and of its answer."""
+    at, sent = 0, {True: "", False: ""}
+    for size in [*sizes, len(text)]:
+        for piece in stream.feed(text[at : at + size]):
+            assert piece.text
+            sent[piece.thought] += piece.text
+        at += size
+        assert read.reasoning.startswith(sent[True]), (sent, read)
+        assert read.answer.startswith(sent[False]), (sent, read)
 
 
 def table() -> str:

@@ -16,7 +16,7 @@ from tapereel.agents.rendering.response_templates import FORMATS, Format
 from tapereel.agents.rendering.tool_calls import CallReader, HermesReader
 from tapereel.tapes.errors import UsageError
 
-from .answer_formats import BEGIN, EXCEPTIONS, ONE, OTHER, PAGE, TOOLS, WRITERS, Writer, found, table
+from .answer_formats import BEGIN, EXCEPTIONS, ONE, OTHER, PAGE, TOOLS, WRITERS, Writer, begins, found, table
 from .templates_table import page
 
 EACH = pytest.mark.parametrize("writer", WRITERS, ids=lambda one: one.title)
@@ -249,15 +249,13 @@ PIECES = [
 @pytest.mark.parametrize("name", [name for name, one in FORMATS.items() if one.template is not None])
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=6), st.lists(st.integers(1, 9), max_size=60))
 @settings(max_examples=60, deadline=None)
-def test_what_a_stream_sends_begins_the_content(name: str, parts: list[str], sizes: list[int]) -> None:
+def test_what_a_stream_sends_begins_the_thoughts_and_the_answer(name: str, parts: list[str], sizes: list[int]) -> None:
     text, reader = "".join(parts), ResponseReader(template(name))
     for end in ("", "</s>"):
         for prompt in ("", "<think>"):
-            content = reader.read(text, TOOLS, prompt=prompt, end=end).content
-            sent, at, stream = "", 0, reader.stream()
-            for size in [*sizes, len(text)]:
-                sent, at = sent + stream.feed(text[at : at + size]), at + size
-                assert content.startswith(sent), (sent, content)
+            for tools in (TOOLS, None):
+                read = reader.read(text, tools, prompt=prompt, end=end)
+                begins(reader.stream(tools=tools is not None, prompt=prompt), text, sizes, read)
 
 
 class Work:

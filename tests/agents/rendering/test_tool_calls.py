@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from tapereel.agents import read_tool_calls
 from tapereel.agents.rendering import tool_calls
-from tapereel.agents.rendering.tool_calls import free_prefix
+from tapereel.agents.rendering.tool_calls import HermesReader
+
+from .answer_formats import begins
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 TOOLS = [ADD, "mul"]
@@ -264,13 +266,10 @@ PARTS = st.sampled_from(
 
 @given(st.lists(PARTS | st.text(max_size=3), max_size=10).map("".join), st.lists(st.integers(1, 9), max_size=40))
 @settings(max_examples=500, deadline=None)
-def test_what_a_stream_sends_begins_the_content(text: str, sizes: list[int]) -> None:
-    for thinking in (False, True):
-        content = read_tool_calls(text, TOOLS, thinking=thinking).content
-        sent, held, at, state = "", "", 0, (True, False)
-        for size in [*sizes, len(text)]:
-            held, at = held + text[at : at + size], at + size
-            n, *after = free_prefix(held, *state)
-            state = (after[0], after[1])
-            sent, held = sent + held[:n], held[n:]
-            assert content.startswith(sent), (sent, content)
+def test_what_a_stream_sends_begins_the_thoughts_and_the_answer(text: str, sizes: list[int]) -> None:
+    reader = HermesReader()
+    for prompt in ("", "<think>\n"):
+        for tools in (TOOLS, None):
+            for cut in (False, True):
+                read = reader.read(text, tools, prompt=prompt, cut=cut)
+                begins(reader.stream(tools=tools is not None, prompt=prompt), text, sizes, read)
