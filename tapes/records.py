@@ -294,6 +294,17 @@ class Usage(Value):
     """Cost in US dollars."""
 
 
+class Constraint(Value):
+    """The form that a request demands of its answer: JSON, a tool call, or either."""
+
+    json_schema: dict[str, JsonValue] | None = None
+    """The answer may be JSON that matches this schema. None means that it must call a tool."""
+    tools: tuple[str, ...] = ()
+    """The answer may call one of the tools with these names."""
+    enforced: bool = False
+    """Whether the engine sampled only tokens that keep the form. If not, the model was free to ignore the demand."""
+
+
 class Tools(Value):
     """The tools that a call offers to the model, identified by a hash. Only the first call that offers these tools has
     their `schemas`."""
@@ -336,7 +347,8 @@ class Call(Record):
     completion: Ints | None = None
     """The sampled token ids, including the id that ends the turn. None if the engine returns only text."""
     logprobs: Floats | None = None
-    """log softmax(logits / temperature) of each completion id, or NaN if unknown."""
+    """log softmax(logits / temperature) of each completion id, or NaN if unknown. Neither top-p, top-k nor an enforced
+    `constraint` changes these values."""
     barred: tuple[int, ...] | None = Field(default=None, exclude_if=_is_none)
     """Ids of the end tokens that `sampling.min_tokens` excluded at the start of the completion, or None if unknown."""
     text: str | None = None
@@ -348,6 +360,8 @@ class Call(Record):
     sampling: Sampling = Sampling()
     seed: int | None = None
     tools: Tools | None = None
+    constraint: Constraint | None = Field(default=None, exclude_if=_is_none)
+    """The form that the request demanded of the answer, or None if the request left the form open."""
     usage: Usage = Usage()
     attempts: tuple[Attempt, ...] = ()
     split: str | None = None
@@ -357,6 +371,13 @@ class Call(Record):
     """Number of the conversation's tokens that `limits.keep_prompt` removed from the prompt."""
     engine: str = ""
     at: float
+
+    @property
+    def exact(self) -> bool:
+        """True if the recorded log-probs belong to the distribution that the tokens were sampled from.
+
+        In addition to the settings that `Sampling.exact` names, an enforced form changes this distribution."""
+        return self.sampling.exact and not (self.constraint is not None and self.constraint.enforced)
 
     @property
     def reply(self) -> Message:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 from ...tapes.common.redact import without_secrets
 from ...tapes.errors import RunStopped, StopReason, TapereelError, UsageError, error_message
 from ...tapes.places import Place
-from ...tapes.records import Attempt, Message, Sampling, Usage
+from ...tapes.records import Attempt, Constraint, Message, Sampling, Usage
+from ..rendering.answer_grammar import Grammar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,6 +58,8 @@ class Completion:
     usage: Usage = Usage()
     attempts: tuple[Attempt, ...] = ()
     """All attempts if the engine had to retry the request, with the successful attempt last. Otherwise empty."""
+    enforced: bool = False
+    """Whether the engine sampled only tokens that `Request.grammar` allows. Such an answer can't be used as RL data."""
     engine: str = ""
     """Name of the engine that answered, if a `TeamEngine` chose it. Otherwise empty."""
 
@@ -89,6 +92,11 @@ class Request:
     seed: int
     """A 64-bit seed. The same seed, prompt and weights give the same tokens, regardless of other running requests."""
     tools: tuple[dict[str, Any], ...] | None = None
+    constraint: Constraint | None = None
+    """The form that the agent demands of the answer. An engine enforces `grammar` instead."""
+    grammar: Grammar = ()
+    """The completion must be one of these alternatives. Empty if any text is allowed. Only an engine with the
+    capability `grammar` gets one. `Sampling.min_tokens` and `ignore_eos` don't apply to such a request."""
     path: str = ""
     """Path of the agent that sends the request, for replay and logs. It must not influence what is sampled."""
     stop_ids: tuple[int, ...] = ()
@@ -108,7 +116,7 @@ class Request:
     sampled."""
 
 
-Capability = Literal["pictures", "stats", "weights", "copies", "sleep", "score", "absence", "recorded"]
+Capability = Literal["pictures", "stats", "weights", "copies", "sleep", "score", "absence", "recorded", "grammar"]
 """What an engine can do in addition to sampling."""
 TRAINING: tuple[Capability, ...] = ("stats", "weights")
 """The capabilities that the training loop needs. Every `TrainableEngine` has them."""
@@ -130,7 +138,8 @@ class Engine(Protocol):
         `pictures`: it accepts content parts with pictures in messages. `stats`: it measures its busy time. `weights`:
         its weights can be replaced while it samples. `copies`: it has several copies of the weights, such as one on
         each server. `sleep`: it can free its GPU memory. `score`: it computes log-probs of given tokens, so its model
-        can be a teacher. `absence`: it waits for servers that don't answer. `recorded`: it returns recorded answers."""
+        can be a teacher. `absence`: it waits for servers that don't answer. `recorded`: it returns recorded answers.
+        `grammar`: it samples only tokens that `Request.grammar` allows, and then sets `Completion.enforced`."""
         ...
 
     @property
@@ -280,6 +289,7 @@ MEMBERS: Mapping[Capability, tuple[str, ...]] = {
     "score": ("score",),
     "absence": ("absence",),
     "recorded": ("granted",),
+    "grammar": (),
 }
 """The members of `CapableEngine` that each capability needs."""
 _ALWAYS = ("name", "can", "renderer", "context", "complete", "forget", "close")
@@ -372,6 +382,11 @@ class EngineStopped(EngineError, RunStopped):
 
 class PromptTooLong(EngineError, ValueError):
     """The prompt leaves no room for a completion. The episode ends with the limit `context`."""
+
+
+class GrammarRefused(EngineError, ValueError):
+    """The engine can't enforce the grammar, for example because a JSON schema is invalid or has a keyword that the
+    engine doesn't know."""
 
 
 def one_temperature(request: Request) -> None:

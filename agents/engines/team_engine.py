@@ -99,9 +99,11 @@ class TeamEngine:
             can.add("pictures")
         if any("absence" in engine.can for engine in self._able):
             can.add("absence")
+        if any("grammar" in engine.can for engine in self._able):
+            can.add("grammar")
         self.can = frozenset(can)
-        """The team has `weights` if the lead has it, `pictures` if all engines have it, and `absence` if at least one
-        engine has it."""
+        """The team has `weights` if the lead has it, and `pictures` if all engines have it. It has `absence` or
+        `grammar` if at least one engine has it. An engine without `grammar` gets no grammar."""
 
     @property
     def renderer(self) -> Renderer | None:
@@ -153,7 +155,9 @@ class TeamEngine:
             if on_partial is not None:
                 on_partial(replace(completion, engine=engine.name))
 
-        return replace(await engine.complete(replace(request, on_partial=named_partial)), engine=engine.name)
+        grammar = request.grammar if "grammar" in engine.can else ()
+        asked = replace(request, on_partial=named_partial, grammar=grammar)
+        return replace(await engine.complete(asked), engine=engine.name)
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: SyncMode = "reprefill") -> None:
         """Replace the lead's weights. Raises UsageError if the lead takes no weights."""

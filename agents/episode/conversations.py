@@ -108,7 +108,7 @@ class Conversations:
 
         `engine` is the name to record. If it is empty, the name of the engine that answered is recorded.
         """
-        request = pending.request
+        request, constraint = pending.request, pending.request.constraint
         engine = engine or completion.engine or (self._engine.name if self._engine is not None else "")
         shared: dict[str, Any] = {
             "tape": self._recorder.tape,
@@ -121,6 +121,7 @@ class Conversations:
             "sampling": request.sampling,
             "seed": None if engine == AUTHORED else request.seed,
             "tools": pending.tools,
+            "constraint": constraint and constraint.model_copy(update={"enforced": completion.enforced}),
             "attempts": attempts,
             "finish": finish,
             "engine": engine,

@@ -21,7 +21,7 @@ from ...tapes.common.run_async import GRACE
 from ...tapes.common.shared_loop import guest
 from ...tapes.messages import part_of, said, video_in
 from ...tapes.pictures import pictures_of
-from ...tapes.records import Attempt
+from ...tapes.records import Attempt, Constraint
 from ...tapes.steps import content_parts
 from ..engines.engine import (
     BLIND,
@@ -36,6 +36,7 @@ from ..engines.engine import (
     Request,
     error_text,
 )
+from ..rendering.answer_grammar import Grammar, answer_grammar
 from ..rendering.renderer import Rendered
 from ..rendering.tool_calls import HermesReader, read_tool_calls, tool_schema
 from . import fire
@@ -153,6 +154,7 @@ class LLM(Clock):
         conversation: str = "",
         sampling: Sampling | None = None,
         seed: int | None = None,
+        constraint: Constraint | None = None,
         listener: Listener | None = None,
         on_prompt: Callable[[str], None] | None = None,
     ) -> Reply:
@@ -162,9 +164,10 @@ class LLM(Clock):
         `tools` are step classes or function schemas. `conversation` names a further conversation of the same agent,
         with its own history and seeds. If one agent asks several questions concurrently, each question needs its own
         conversation name. Otherwise the order of the calls would depend on the event loop. `sampling` replaces the
-        episode's sampling parameters for this call, and `seed` is mixed into the call's own seed. `listener` receives
-        tokens while they are sampled. Use it only for display, because not every engine reports tokens before the
-        answer is complete. `on_prompt` receives the prompt's text before the first token, if the engine has a renderer.
+        episode's sampling parameters for this call, and `seed` is mixed into the call's own seed. `constraint` is the
+        form that the answer must have. The call records whether the engine enforced it. `listener` receives tokens
+        while they are sampled. Use it only for display, because not every engine reports tokens before the answer is
+        complete. `on_prompt` receives the prompt's text before the first token, if the engine has a renderer.
         This call waits while concurrent calls hold all remaining tokens of a token limit. Raises LimitReached (don't
         catch it), ModelFailed and RenderFailed.
         """
@@ -176,7 +179,7 @@ class LLM(Clock):
         asked = messages if messages is not None else tape.messages(system)
         schemas = tuple(tool_schema(tool) for tool in tools) if tools else None
         exchange = _Exchange(self, self.engine, tape.scope, conversation, asked, schemas)
-        exchange.prepare(sampling or self.sampling, temperature, max_tokens, seed, listener)
+        exchange.prepare(sampling or self.sampling, temperature, max_tokens, seed, constraint, listener)
         if on_prompt is not None and exchange.prompt is not None:
             on_prompt(exchange.prompt)
         return exchange.read(await exchange.sample())
@@ -351,6 +354,7 @@ class _Exchange:
         temperature: float | None,
         max_tokens: int | None,
         seed: int | None,
+        constraint: Constraint | None,
         listener: Listener | None,
     ) -> None:
         """Render the prompt, fit it into the limits, and number the call. Raises RenderFailed and LimitReached."""
@@ -373,6 +377,8 @@ class _Exchange:
             sampling=sampling,
             seed=derive_seed(llm._seed, stream, number, *(() if seed is None else (seed,))),
             tools=self._schemas,
+            constraint=constraint,
+            grammar=self._grammar(constraint, rendered, sampling) if constraint is not None else (),
             path=path,
             cache_key=cache_key,
             on_partial=self._partial.append,
@@ -388,6 +394,15 @@ class _Exchange:
         """The prompt's text, or None if the engine has no renderer."""
         rendered = self._pending.rendered
         return rendered.text if rendered is not None else None
+
+    def _grammar(self, constraint: Constraint, rendered: Rendered | None, sampling: Sampling) -> Grammar:
+        """Return the grammar that the engine must enforce, or () if the engine or the model's format can't have one.
+
+        With `first_temperature`, an answer is sampled in two requests, and a grammar describes a whole answer."""
+        renderer = self._engine.renderer
+        if rendered is None or renderer is None or "grammar" not in self._engine.can or sampling.first_temperature:
+            return ()
+        return answer_grammar(constraint, self._schemas or (), renderer, rendered.text)
 
     def _check_sight(self) -> None:
         """Raise RenderFailed if the messages contain a picture or video and the engine can't see. Also raise it if no

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -14,10 +14,12 @@ from pydantic import (
     JsonValue,
     TypeAdapter,
     ValidationError,
+    model_validator,
 )
 
 from ...tapes.records import Message
 from .dialect import (
+    ANY_OBJECT,
     THOUGHT,
     Answered,
     Asked,
@@ -25,10 +27,12 @@ from .dialect import (
     Flag,
     MaxTokens,
     Refused,
+    Schema,
     StopString,
     Temperature,
     TopP,
     check_pictures,
+    demanded,
     event,
     fields_of,
     invalid,
@@ -42,8 +46,6 @@ _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "frequency_penalty": (0,),
     "logit_bias": ({},),
     "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),
     "modalities": (["text"],),
 }
 """Fields that are accepted only with these values."""
@@ -119,6 +121,43 @@ def _tool(tool: dict[str, JsonValue]) -> dict[str, JsonValue]:
     return tool
 
 
+class _Named(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str
+
+
+class _Choice(BaseModel):
+    """The tool that the answer must call."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["function"]
+    function: _Named
+
+
+class _JsonSchema(BaseModel):
+    """`name`, `description` and `strict` change nothing: a form is always enforced if the engine can."""
+
+    schema_: Schema = Field(default=ANY_OBJECT, alias="schema")
+
+
+class _Format(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with the type json_schema")
+        return self
+
+    @property
+    def demand(self) -> Schema | None:
+        """The schema that the content must match, or None."""
+        given = ANY_OBJECT if self.json_schema is None else self.json_schema.schema_
+        return None if self.type == "text" else given
+
+
 class _StreamOptions(BaseModel):
     include_usage: bool | None = Field(default=None, strict=True)
 
@@ -129,6 +168,8 @@ class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid")
     model: str = ""
     tools: list[Annotated[dict[str, JsonValue], AfterValidator(_tool)]] = []
+    tool_choice: Literal["auto", "none", "required"] | _Choice = "auto"
+    response_format: _Format | None = None
     parallel_tool_calls: Flag = True
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -149,8 +190,6 @@ class _Request(BaseModel):
 def read(data: Mapping[str, JsonValue]) -> Asked:
     """Check the JSON object of a request. Raises Refused with the name of the invalid field."""
     left = fields_of(data, _IGNORED, _NEUTRAL)
-    if left.get("tool_choice") == "none":
-        left.pop("tools", None)
     if "max_completion_tokens" in left:
         left["max_tokens"] = left.pop("max_completion_tokens")
     sent = left.pop("messages", None)
@@ -163,9 +202,15 @@ def read(data: Mapping[str, JsonValue]) -> Asked:
         found = _Request.model_validate({name: value for name, value in left.items() if name not in _NEUTRAL})
     except ValidationError as error:
         raise invalid(error) from None
+    choice, form = found.tool_choice, found.response_format
+    tools = [] if choice == "none" else found.tools
+    forced = choice.function.name if isinstance(choice, _Choice) else "" if choice == "required" else None
+    constraint, demanded_by = demanded(tools, form and form.demand, "response_format", forced)
     return Asked(
         messages=[message.plain() for message in messages],
-        tools=found.tools,
+        tools=tools,
+        constraint=constraint,
+        demanded_by=demanded_by,
         model=found.model,
         parallel_tool_calls=found.parallel_tool_calls,
         temperature=found.temperature,

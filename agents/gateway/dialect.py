@@ -18,7 +18,8 @@ from pydantic_core import to_json
 
 from ...tapes.decoding import DATA_URL, MAX_PIXELS
 from ...tapes.errors import TapereelError
-from ...tapes.records import Message
+from ...tapes.records import Constraint, Message
+from ..rendering.tool_calls import tool_name
 
 PICTURES = 500
 """Maximum pictures in one request, as at OpenAI."""
@@ -64,6 +65,10 @@ class Asked:
     """Types of tools that the API's provider would run. They don't exist here, so the model isn't offered them."""
     model: str = ""
     """The client's name for the model. The answer repeats this name, but it doesn't choose a model."""
+    constraint: Constraint | None = None
+    """The form that the request demands of the answer, or None if it leaves the form open."""
+    demanded_by: str = ""
+    """The field of the request that demands the form, for errors."""
     parallel_tool_calls: bool = True
     """If false, the answer contains only the first of several tool calls. The tape has all of them."""
     temperature: float | None = None
@@ -272,6 +277,27 @@ def fields_of(
     return left
 
 
+def demanded(
+    tools: Sequence[Mapping[str, JsonValue]], schema: Schema | None, field: str, tool: str | None = None
+) -> tuple[Constraint | None, str]:
+    """Return (constraint, demanded_by) of an `Asked`.
+
+    `schema` is the JSON schema that the field `field` demands of the content, or None. `tool` is the name of the tool
+    that `tool_choice` demands, "" if it demands any of them, or None if the model chooses whether to call one. Raises
+    Refused if the tool isn't offered."""
+    names = tuple(map(tool_name, tools))
+    if tool is None:
+        # A model that may call tools may also call one first, and give the content in a later answer.
+        constraint = None if schema is None else Constraint(json_schema=schema, tools=names)
+        return constraint, field
+    if not (tool in names if tool else names):
+        offered = f"the request offers {', '.join(names)[:200]}" if names else "the request offers no tools"
+        raise bad(
+            f"tool_choice: {offered}, and it must call {json.dumps(tool)[:100] if tool else 'one'}", "tool_choice"
+        )
+    return Constraint(tools=(tool,) if tool else names), "tool_choice"
+
+
 def check_pictures(pictures: int, param: str) -> None:
     """Raise Refused if a request has too many pictures."""
     if pictures > PICTURES:
@@ -293,6 +319,10 @@ def data_url(url: str) -> str:
 
 DataUrl = Annotated[str, AfterValidator(data_url)]
 """A picture in the request itself."""
+Schema = dict[str, JsonValue]
+"""A JSON schema."""
+ANY_OBJECT: Schema = {"type": "object"}
+"""The schema of a request for any JSON object."""
 Temperature = Annotated[float, Field(strict=True, ge=0)]
 TopP = Annotated[float, Field(strict=True, gt=0, le=1)]
 MaxTokens = Annotated[int, Field(strict=True, ge=1, lt=2**63)]

@@ -27,7 +27,7 @@ from ...tapes import BadPicture, Picture, Sampling, StoreFailed, Tape
 from ...tapes.messages import image_of, text_of
 from ...tapes.records import Call, Message
 from ...tapes.steps import Exchange, content_parts
-from ..engines.engine import CapableEngine
+from ..engines.engine import CapableEngine, GrammarRefused
 from ..episode.limits import LimitReached
 from ..episode.llm import LLM, ModelFailed, RenderFailed, Reply
 from ..rendering.incremental_decoder import IncrementalDecoder, overlap
@@ -242,6 +242,9 @@ class Session:
         except RenderFailed as error:
             raise Refused(400, str(error), param="messages") from None
         except ModelFailed as error:
+            if isinstance(error.__cause__, GrammarRefused):
+                field = request.demanded_by
+                raise Refused(400, f"{field}: {error.__cause__}", param=field) from None
             raise Refused(502, str(error), code="model_failed") from None
         except BaseException as error:
             raise Refused(500, f"the episode is over: {type(error).__name__}", final=True) from error
@@ -289,11 +292,13 @@ class Session:
                 sampling=sampling,
                 max_tokens=min(request.max_tokens or sampling.max_tokens, sampling.max_tokens),
                 seed=request.seed,
+                constraint=request.constraint,
                 listener=live,
                 on_prompt=live.shown if live is not None else None,
             )
         except ModelFailed as error:
-            self.failed = error
+            if not isinstance(error.__cause__, GrammarRefused):  # the program's own fault
+                self.failed = error
             raise
         except LimitReached as error:
             self.limited = error
@@ -340,6 +345,8 @@ class Session:
             ids=list(call.completion) if request.token_ids and call.completion is not None else None,
             created=live.created if live is not None else int(time.time()),
         )
+        if call.constraint is not None and call.constraint.enforced:
+            _warn_once("answers of a form that the engine enforces", "ask without tool_choice and schemas")
         self._answered[name] = reply.call, request.instructions
         self._places |= {call["id"]: k for k, call in enumerate(tools)}
         self._sent.setdefault(_echo_key(answer.message), []).append(_Sent(*place, reply.reasoning, tools, call.reply))
@@ -491,10 +498,8 @@ class Session:
             asked["extra"] = {**own.extra, "stop": list(request.stop)}
         sampling = own.model_copy(update=asked) if asked else own
         if own.exact and not sampling.exact:
-            asks = f"temperature={sampling.temperature:g} and top_p={sampling.top_p:g}"
-            _warn_once(
-                f"a program asks for {asks}: such calls can't be used for RL, unless the gateway has follow=false"
-            )
+            asked_for = f"temperature={sampling.temperature:g} and top_p={sampling.top_p:g}"
+            _warn_once(asked_for, "run the gateway with follow=false")
         return sampling
 
     def _stopped(self, request: Asked, call: Call) -> str | None:
@@ -512,9 +517,9 @@ class Session:
 
 
 @cache
-def _warn_once(what: str) -> None:
-    """Log a warning, once in this process."""
-    log.warning("%s", what)
+def _warn_once(asked: str, remedy: str) -> None:
+    """Warn that such requests give no data for RL, once in this process."""
+    log.warning("a program asks for %s: such calls can be imitated, but not used for RL; for RL, %s", asked, remedy)
 
 
 def ended() -> Refused:

@@ -31,12 +31,14 @@ from .dialect import (
     Part,
     PartStream,
     Refused,
+    Schema,
     StopString,
     Temperature,
     TopP,
     check_pictures,
     content_of,
     data_url,
+    demanded,
     event,
     fields_of,
     invalid,
@@ -208,13 +210,27 @@ def _kind(tool: Any) -> str:
 
 class _Choice(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    type: Literal["auto", "none"]
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
     disable_parallel_tool_use: Flag = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.type == "tool") != bool(self.name):
+            raise ValueError("name goes with the type tool")
+        return self
+
+
+class _JsonSchema(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["json_schema"]
+    schema_: Schema = Field(alias="schema")
 
 
 class _Output(BaseModel):
     model_config = ConfigDict(extra="forbid")
     effort: str | None = None
+    format: _JsonSchema | None = None
 
 
 class _Edit(BaseModel):
@@ -262,12 +278,18 @@ def read(data: Mapping[str, JsonValue]) -> Asked:
     contents = [message["content"] for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     check_pictures(sum(part["type"] == "image_url" for part in parts), "messages")
+    choice, form = found.tool_choice, found.output_config and found.output_config.format
+    tools = [] if choice.type == "none" else [t.chat() for t in found.tools if isinstance(t, _Tool)]
+    forced = choice.name or ("" if choice.type == "any" else None)
+    constraint, demanded_by = demanded(tools, form and form.schema_, "output_config.format", forced)
     return Asked(
         messages=messages,
-        tools=[] if found.tool_choice.type == "none" else [t.chat() for t in found.tools if isinstance(t, _Tool)],
+        tools=tools,
         left_out=tuple(tool.type for tool in found.tools if isinstance(tool, _Hosted)),
+        constraint=constraint,
+        demanded_by=demanded_by,
         model=found.model,
-        parallel_tool_calls=not found.tool_choice.disable_parallel_tool_use,
+        parallel_tool_calls=not choice.disable_parallel_tool_use,
         temperature=found.temperature,
         top_p=found.top_p,
         max_tokens=found.max_tokens,

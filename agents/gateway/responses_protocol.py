@@ -17,6 +17,7 @@ from ...tapes.records import Message
 from .chat_protocol import refusal as chat_refusal
 from .dialect import (
     ANSWER,
+    ANY_OBJECT,
     PLACE,
     THOUGHT,
     Answered,
@@ -27,10 +28,12 @@ from .dialect import (
     Part,
     PartStream,
     Refused,
+    Schema,
     Temperature,
     TopP,
     check_pictures,
     content_of,
+    demanded,
     event,
     fields_of,
     invalid,
@@ -58,7 +61,6 @@ _IGNORED = frozenset(
 else: an answer is remembered as long as its tape is open."""
 _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "background": (False,),
-    "tool_choice": ("auto", "none"),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
@@ -194,12 +196,27 @@ _Item = Annotated[
 
 class _Plain(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    type: Literal["text"]
+    type: Literal["text", "json_object"]
+
+
+class _JsonSchema(BaseModel):
+    """`name`, `description` and `strict` change nothing: a form is always enforced if the engine can."""
+
+    type: Literal["json_schema"]
+    schema_: Schema = Field(alias="schema")
+
+
+class _Choice(BaseModel):
+    """The tool that the answer must call."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["function"]
+    name: str
 
 
 class _Format(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    format: _Plain | None = None
+    format: Annotated[_Plain | _JsonSchema, Field(discriminator="type")] = _Plain(type="text")
     verbosity: Literal["low", "medium", "high"] | None = None
     """Means nothing for a model of one's own."""
 
@@ -216,6 +233,7 @@ class _Request(BaseModel):
     ]
     instructions: str | None = None
     tools: list[Tool] = []
+    tool_choice: Literal["auto", "none", "required"] | _Choice = "auto"
     parallel_tool_calls: Flag = True
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -239,13 +257,20 @@ def read(data: Mapping[str, JsonValue]) -> Asked:
     instructions = len(messages)
     messages += _messages(found.input)
     previous = found.previous_response_id
-    choice = left.get("tool_choice", "auto")
     offered = found.tools + [tool for item in found.input if isinstance(item, _ToolsItem) for tool in item.tools]
     called = list(functions(offered))
+    choice, form = found.tool_choice, found.text.format
+    tools = [] if choice == "none" else [function for _, function in called]
+    forced = choice.name if isinstance(choice, _Choice) else "" if choice == "required" else None
+    plain = None if form.type == "text" else ANY_OBJECT
+    schema = form.schema_ if isinstance(form, _JsonSchema) else plain
+    constraint, demanded_by = demanded(tools, schema, "text.format", forced)
     return Asked(
         messages=messages,
-        tools=[] if choice == "none" else [function for _, function in called],
+        tools=tools,
         left_out=tuple(tool.type for tool in offered if isinstance(tool, Hosted)),
+        constraint=constraint,
+        demanded_by=demanded_by,
         model=found.model,
         parallel_tool_calls=found.parallel_tool_calls,
         temperature=found.temperature,
@@ -263,7 +288,8 @@ def read(data: Mapping[str, JsonValue]) -> Asked:
                 "metadata": dict(found.metadata),
                 "previous_response_id": previous,
                 "store": found.store,
-                "tool_choice": choice,
+                "text": {"format": {"type": "text"}, **(text if isinstance(text := left.get("text"), dict) else {})},
+                "tool_choice": left.get("tool_choice", "auto"),
                 "tools": [tool.model_dump() for tool in found.tools if not isinstance(tool, Hosted)],
             },
         },
@@ -368,7 +394,6 @@ def _response(asked: Asked, id: str, created: int) -> dict[str, object]:
         "parallel_tool_calls": asked.parallel_tool_calls,
         "reasoning": {"effort": None, "summary": None},
         "temperature": asked.temperature,
-        "text": {"format": {"type": "text"}},
         "top_p": asked.top_p,
         "truncation": "disabled",
         "usage": None,

@@ -62,7 +62,7 @@ class Codec:
         self._backend.no_truncation()
         self._backend.encode_special_tokens = False
         self._refuse = special_text == "refuse"
-        self.hash: str = hashlib.sha256(self._backend.to_str().encode()).hexdigest()
+        self.hash: str = hashlib.sha256(self.json.encode()).hexdigest()
         """SHA-256 (hex) of the backend, as serialised by the `tokenizers` library."""
         self.control: dict[str, int] = {
             token.content: id
@@ -83,6 +83,11 @@ class Codec:
         together."""
         self._pattern = _any_of(self.control)
         self._newline = self._raw("\n")
+
+    @property
+    def json(self) -> str:
+        """The backend, as the `tokenizers` library serialises it."""
+        return self._backend.to_str()
 
     def pattern(self, tokens: Iterable[str]) -> re.Pattern[str]:
         """Return a regular expression that matches any of these control tokens, and prefers longer ones."""

@@ -40,6 +40,7 @@ from .codec import (
 )
 from .incremental_decoder import IncrementalDecoder
 from .response_reader import choose_reader
+from .response_templates import format_of
 from .template import EXAMPLE_CALL, EXAMPLE_TOOL, Template, template_text
 from .tool_calls import CallReader, CallsRead
 
@@ -163,6 +164,8 @@ class Renderer:
             response_template, getattr(tokenizer, "response_template", None), template_text(tokenizer)
         )
         """Reads calls and thoughts in the model's answers."""
+        self.format = format_of(template_text(tokenizer))
+        """How the model's family writes calls and content."""
         self.pictures = pictures
         """Knows the model's tokens for pictures and videos. None if the model can't read pictures."""
         self.marker: int | None = None if pictures is None else self._codec.control.get(pictures.marker)
@@ -331,6 +334,11 @@ class Renderer:
         reads = (self.reader.read(text, tools, prompt=prompt, end=end, cut=cut) for end in ends)
         first = next(reads)
         return first if not first.problem else next((one for one in reads if not one.problem), first)
+
+    @property
+    def tokenizer_json(self) -> str:
+        """The tokenizer, as the `tokenizers` library writes it."""
+        return self._codec.json
 
     def text_ids(self, text: str, *, begin: bool = True, end: bool = False) -> array[int]:
         """Return the ids of plain text that isn't in a conversation. `begin` and `end` add the tokenizer's

@@ -26,7 +26,7 @@ from pydantic import JsonValue
 from ...tapes.common.plain_json import read_plain
 from ...tapes.errors import UsageError
 from ...tapes.records import Message
-from .response_templates import FORMATS
+from .response_templates import format_of
 from .tool_calls import (
     AnswerStream,
     CallReader,
@@ -447,6 +447,5 @@ def choose_reader(
         return ResponseReader(setting, "the setting response_template")
     if own is not None:
         return ResponseReader(own, "response_template in the tokenizer's tokenizer_config.json")
-    fits = (one for one in FORMATS.values() if all(mark in chat_template for mark in one.marks))
-    template = next((one.template for one in fits), None)
+    template = format_of(chat_template).template
     return HermesReader() if template is None else ResponseReader(template)

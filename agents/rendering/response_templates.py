@@ -28,6 +28,11 @@ class Format:
     """Text that the family's chat template contains, all of it."""
     template: Mapping[str, JsonValue] | None
     """The response template. None stands for `HermesReader`."""
+    call: tuple[str, str] | None = None
+    """The text before and after the arguments of a call, if the arguments are JSON. `NAME` stands for the tool's name.
+    None if a call of this family can't be enforced."""
+    content: tuple[str, str] = ("", "")
+    """The text before and after the content of an answer."""
 
 
 _NAMED: Any = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -141,6 +146,7 @@ FORMATS: dict[str, Format] = {
                 ),
             },
         },
+        content=("<|channel|>final<|message|>", ""),
     ),
     "kimi_k2": Format(
         ("<|tool_call_argument_begin|>",),
@@ -156,6 +162,10 @@ FORMATS: dict[str, Format] = {
                 "content": _TEXT,
             },
         },
+        call=(
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>",
+            "<|tool_call_end|><|tool_calls_section_end|>",
+        ),
     ),
     # DeepSeek V3 and R1
     "deepseek_v3": Format(
@@ -171,6 +181,10 @@ FORMATS: dict[str, Format] = {
                 "content": _TEXT,
             },
         },
+        call=(
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
+            "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ),
     ),
     "deepseek_v31": Format(
         ("<｜tool▁call▁begin｜>",),
@@ -185,6 +199,10 @@ FORMATS: dict[str, Format] = {
                 "content": _TEXT,
             },
         },
+        call=(
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
+            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ),
     ),
     "minimax_m2": Format(
         ("<minimax:tool_call>", "<invoke"),
@@ -216,6 +234,7 @@ FORMATS: dict[str, Format] = {
                 "content": _TEXT,
             },
         },
+        call=("[TOOL_CALLS]NAME[ARGS]", ""),
     ),
     # Mistral before v11: one list of calls
     "mistral": Format(
@@ -228,6 +247,7 @@ FORMATS: dict[str, Format] = {
                 "content": _TEXT,
             },
         },
+        call=('[TOOL_CALLS][{"name": "NAME", "arguments": ', "}]"),
     ),
     "phi4_mini": Format(
         ("<|tool|>",),
@@ -239,6 +259,7 @@ FORMATS: dict[str, Format] = {
                 "content": _TEXT,
             },
         },
+        call=('<|tool_call|>[{"name": "NAME", "arguments": ', "}]<|/tool_call|>"),
     ),
     # Calls in Python's syntax: Llama 3.2 and Llama 4. The list of calls is the whole answer.
     "pythonic": Format(
@@ -281,7 +302,13 @@ FORMATS: dict[str, Format] = {
         },
     ),
     # Hermes, Qwen 2.5 and Qwen 3, and Llama 3 with JSON
-    "hermes": Format(("<tool_call>",), None),
-    "llama3": Format(("parameters", "<|eot_id|>"), None),
+    "hermes": Format(("<tool_call>",), None, call=('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>")),
+    "llama3": Format(("parameters", "<|eot_id|>"), None, call=('{"name": "NAME", "parameters": ', "}")),
 }
 """The formats by name, in the order in which they are tried."""
+
+
+def format_of(chat_template: str) -> Format:
+    """Return the first of `FORMATS` whose marks are all in the chat template. If none fits, return Hermes' format."""
+    fits = (one for one in FORMATS.values() if all(mark in chat_template for mark in one.marks))
+    return next(fits, FORMATS["hermes"])

@@ -18,7 +18,17 @@ from typing import TYPE_CHECKING, Any
 from ...tapes import Call, Tape
 from ...tapes.audit.verdict import Difference, Divergence, Likely, clipped, differences
 from ...tapes.records import Usage
-from ..engines.engine import Budget, Capability, Completion, EngineError, PromptTooLong, Request, Sampler, SyncMode
+from ..engines.engine import (
+    Budget,
+    Capability,
+    Completion,
+    EngineError,
+    GrammarRefused,
+    PromptTooLong,
+    Request,
+    Sampler,
+    SyncMode,
+)
 from ..rendering.renderer import Renderer
 from .script import call_divergence
 
@@ -236,6 +246,7 @@ def recorded_answer(call: Call) -> Completion:
         ids=None if scripted else call.completion,
         logprobs=call.logprobs,
         barred=call.barred,
+        enforced=call.constraint is not None and call.constraint.enforced,
         spans=call.spans,
         finish=call.finish,
         tool_calls=call.tool_calls,
@@ -247,8 +258,9 @@ def recorded_error(call: Call) -> EngineError:
     """Return the error that ended a recorded call, with the same class name and message."""
     text = call.attempts[-1].error if call.attempts else None
     name, _, message = (text or "EngineError: the recorded call failed").partition(": ")
-    if name == PromptTooLong.__name__:
-        return PromptTooLong(message)
+    for known in (PromptTooLong, GrammarRefused):
+        if name == known.__name__:
+            return known(message)
     return type(name if name.isidentifier() else "EngineError", (EngineError,), {})(message)
 
 
@@ -267,6 +279,10 @@ def _request_differences(tape: Tape, call: Call, request: Request) -> Iterator[t
     if tape.begin.sampling is not None and call.sampling != request.sampling:
         for difference in differences(call.sampling.model_dump(), request.sampling.model_dump(), "sampling"):
             yield difference, Likely.CODE, "the agent asks for other sampling settings"
+    demanded, demands = (one and one.model_dump(exclude={"enforced"}) for one in (call.constraint, request.constraint))
+    if demanded != demands:
+        for difference in differences(demanded, demands, "constraint"):
+            yield difference, Likely.CODE, "the agent demands another form of the answer"
     if call.seed != request.seed:
         yield (
             Difference("seed", call.seed, request.seed),

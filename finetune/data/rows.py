@@ -75,7 +75,8 @@ class Row:
     """(n,) log-prob at sampling, log softmax(logits / temperature).
 
     It is NaN if it is unknown (for example in text that a person wrote), or if the token was drawn from another
-    distribution (temperature 0, top-p, top-k). Tokens with NaN can be used for imitation, but not for RL.
+    distribution (temperature 0, top-p, top-k, an enforced form). Tokens with NaN can be used for imitation, but not for
+    RL.
     """
     temperature: NDArray[np.float32]
     """(n,) temperature at which each token was sampled, 1 where `old` is NaN."""
@@ -347,7 +348,7 @@ class _Building:
             raise NotATape(f"call {call.call} has an empty prompt; the first token of a row can't be scored")
         barring = call.sampling.barring
         sayable = call.barred is not None or not barring
-        known = call.logprobs if call.sampling.exact and sayable else None
+        known = call.logprobs if call.exact and sayable else None
         old = np.frombuffer(known, dtype=np.float32) if known is not None else np.full(n, np.nan, np.float32)
         spans = [(b - a, self.versions.setdefault(v, len(self.versions))) for v, a, b in call.spans] or [(n, -1)]
         offsets = np.arange(n, dtype=np.int32)

@@ -255,20 +255,22 @@ def _by_version(tape: Tape, row: Row) -> list[tuple[str, Row]]:
 
 
 def _as_recorded(tape: Tape, row: Row) -> Row:
-    """Return the row with the log-probs of tokens that were drawn greedily, as recorded at temperature 1.
+    """Return the row with the log-probs of tokens that were drawn greedily, as recorded at temperature 1, or in an
+    enforced form.
 
     A row for training has NaN for these tokens, because they aren't samples from the policy. They can be compared here.
     """
-    old = row.old.copy()
+    old, temperature = row.old.copy(), row.temperature.copy()
     for k, name in enumerate(row.calls):
         call = tape.call(name)
         if call.sampling.first_temperature is not None or call.sampling.barring:
             continue
-        plain = call.sampling.model_copy(update={"temperature": 1.0})
-        if call.logprobs is not None and call.sampling.temperature == 0 and plain.exact:
+        plain = call.sampling.model_copy(update={"temperature": call.sampling.temperature or 1.0})
+        if call.logprobs is not None and not call.exact and plain.exact:
             here = row.call == k
             old[here] = np.asarray(call.logprobs, dtype=np.float32)[row.offset[here]]
-    return replace(row, old=old)
+            temperature[here] = plain.temperature
+    return replace(row, old=old, temperature=temperature)
 
 
 def _verdict(tape: Tape, seen: Sequence[Scored], missing: Sequence[str | Divergence], tolerance: float) -> Verdict:

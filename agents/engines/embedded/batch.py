@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from ...vision.vision import Pixels
 from .engine_caches import Parked, ParkingLot, PictureFeatures
 from .kv_cache import NOTHING, Seen, SlotDecoder
 from .sampler import draw, uniforms
+
+if TYPE_CHECKING:
+    from .grammar_guide import Guide
 
 SPARE = 64
 """Number of padding tokens that a prefill of several prompts may contain, in addition to a quarter of its real tokens.
@@ -83,12 +86,14 @@ class Generation:
     """The pictures of the prompt, in order."""
     pixels: dict[int, Callable[[], Pixels]] = field(default_factory=dict)
     """For each `Place.key`, a function that returns the picture's pixels. The function may block."""
+    guide: Guide | None = None
+    """Keeps the completion within a grammar."""
     positions: NDArray[np.int64] | None = None
     """Rotary positions of shape (axes, prompt + limit), or None if a token's position is its index."""
     ids: array[int] = field(default_factory=ints)
     logprobs: array[float] = field(default_factory=floats)
     finish: Literal["stop", "length", "broken"] | None = None
-    """`broken` means that the model's probabilities for the next token weren't finite."""
+    """`broken` means that the model's probabilities for the next token weren't finite, or that `guide` failed."""
     slot: int = -1
     """The slot of the generation, or -1 while it is not running."""
     reused: int | None = None
@@ -272,6 +277,16 @@ class Batch:
         else:
             self.stats.recomputed += new
 
+    def _allowed(self, rows: Sequence[Generation], logits: Tensor) -> NDArray[np.bool_] | None:
+        """Return a mask (rows, vocabulary) of the ids that may be sampled, or None if no row has a grammar."""
+        if all(one.guide is None for one in rows):
+            return None
+        allowed = np.ones(logits.shape, dtype=bool)
+        for k, one in enumerate(rows):
+            if one.guide is not None:
+                allowed[k] = one.guide.allowed()
+        return allowed
+
     def _sample(self, first: int, logits: Tensor) -> list[Generation]:
         """Sample one token for each row from slot `first` on. Returns the generations that have finished and left."""
         rows = self.rows[first:]
@@ -286,7 +301,16 @@ class Batch:
         barred = [(k, stop) for k, s in enumerate(rows) if len(s.ids) < s.min_tokens for stop in s.barred]
         if barred:
             logits = logits.index_put(tuple(torch.tensor(barred).T), logits.new_tensor(-torch.inf))
-        ids, logprobs = draw(logits, self._temperature[at], uniform, top_p, top_k)
+        allowed = self._allowed(rows, logits)
+        ids, logprobs = draw(logits, self._temperature[at], uniform, top_p, top_k, allowed)
+        for k, s in enumerate(rows if allowed is not None else ()):
+            if s.guide is None or logprobs[k] != logprobs[k]:
+                continue
+            taken = s.guide.take(ids[k], s.limit - len(s.ids))
+            if s.guide.error:
+                logprobs[k] = float("nan")
+            elif taken != ids[k]:  # the answer must be closed now
+                ids[k], logprobs[k] = taken, _logprob(logits[k], self._temperature[first + k], taken)
         self._last[at] = ids
         out = []
         for generation, token, logprob in zip(rows, ids, logprobs, strict=True):
@@ -310,6 +334,10 @@ class Batch:
         for generation in reversed(out):
             self.leave(generation)
         return out
+
+
+def _logprob(logits: Tensor, temperature: float, id: int) -> float:
+    return float((logits.double() / (temperature or 1.0)).log_softmax(-1)[id])
 
 
 def _history(generation: Generation) -> NDArray[np.int32]:

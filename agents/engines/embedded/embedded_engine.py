@@ -57,7 +57,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ....tapes.places import Place
+    from ...rendering.answer_grammar import Grammar
     from ...rendering.renderer import Renderer
+    from .grammar_guide import Guide, Guides
 
 DEFAULT_CAPACITY = 4096
 """Upper limit of the default `capacity` (tokens per slot). It bounds the KV memory, which is slots x capacity."""
@@ -136,9 +138,11 @@ class EmbeddedEngine:
         self._decoder = SlotDecoder(model, slots, capacity, vision=vision, autocast=autocast)
         can: set[Capability] = {"stats", "weights", "score"}
         can |= {"pictures"} if vision is not None else set()
+        can |= {"grammar"} if renderer is not None else set()
         self.can = frozenset(can)
         self._batch = Batch(self._decoder, slots * capacity if park_tokens is None else park_tokens, self.stats)
         self._prefill_tokens = prefill_tokens
+        self._guides: Guides | None = None
         self._waiting: deque[Generation] = deque()
         self._flights: dict[Generation, _Flight] = {}
         self._heard: set[_Flight] = set()
@@ -178,7 +182,9 @@ class EmbeddedEngine:
         try:
             if generation.places:
                 await self._process(generation, request)
-                self._check_loop()  # the engine may have been closed meanwhile
+            if request.grammar:
+                generation.guide = await asyncio.to_thread(self._guide, request.grammar, generation.limit)
+            self._check_loop()  # the engine may have been closed meanwhile
             self._flights[generation] = flight
             if request.listener is not None:
                 self._heard.add(flight)
@@ -192,6 +198,15 @@ class EmbeddedEngine:
             raise
         finally:
             self._heard.discard(flight)
+
+    def _guide(self, grammar: Grammar, limit: int) -> Guide:
+        """Return what keeps a completion within `grammar`. This blocks. Raises GrammarRefused."""
+        from .grammar_guide import Guides
+
+        if self._guides is None:
+            assert self._renderer is not None
+            self._guides = Guides(self._renderer, self._decoder.vocabulary, self.end_ids)
+        return self._guides.guide(grammar, limit)
 
     async def score(
         self, ids: Sequence[int], places: Sequence[Place] = (), picture: Callable[[str], bytes] | None = None
@@ -303,7 +318,9 @@ class EmbeddedEngine:
         limit = min(sampling.max_tokens, self.context - len(prompt))
         if vision is not None:
             positions = vision.positions(places, len(prompt) + limit)
-        stops = frozenset() if sampling.ignore_eos else self.end_ids.union(request.stop_ids)
+        if request.grammar and "grammar" not in self.can:
+            raise EngineError("an engine without a renderer can't enforce a grammar: make it with one")
+        stops = frozenset() if sampling.ignore_eos and not request.grammar else self.end_ids.union(request.stop_ids)
         return Generation(
             prompt=prompt,
             seed=as_seed(request.seed),
@@ -314,7 +331,7 @@ class EmbeddedEngine:
             barred=tuple(sorted(id for id in stops if 0 <= id < self._decoder.vocabulary)),
             key=request.cache_key,
             limit=limit,
-            min_tokens=sampling.barring,
+            min_tokens=0 if request.grammar else sampling.barring,
             places=places,
             positions=positions,
         )
@@ -353,6 +370,7 @@ class EmbeddedEngine:
             ids=generation.ids,
             logprobs=generation.logprobs,
             barred=generation.barred if generation.min_tokens else None,
+            enforced=generation.guide is not None,
             spans=tuple(flight.spans),
             finish=finish,
             usage=usage,
@@ -487,7 +505,9 @@ class EmbeddedEngine:
                 self._fail(generation, reason, error)
             return
         for generation in finished:
-            if generation.finish == "broken":
+            if generation.guide is not None and generation.guide.error:
+                self._fail(generation, f"the answer's grammar can't be followed: {generation.guide.error}")
+            elif generation.finish == "broken":
                 self._fail(
                     generation,
                     f"the model gave no finite probabilities for token {len(generation.ids)} of a "

@@ -48,18 +48,25 @@ def draw(
     uniform: NDArray[np.float64],
     top_p: NDArray[np.float64] | None = None,
     top_k: NDArray[np.int64] | None = None,
+    allowed: NDArray[np.bool_] | None = None,
 ) -> tuple[list[int], list[float]]:
     """Return token ids and their log-probs for float32 `logits` (rows, vocabulary).
 
-    A log-prob is log softmax(logits / temperature) over the whole vocabulary, at the sampled id. `top_p` and `top_k`
-    restrict which ids can be sampled, but don't change the log-prob. In a row, `top_p` 1.0 and `top_k` 0 mean no
-    restriction. Temperature 0 selects the id with the largest logit (the first one in a tie) and gives its log-prob at
-    temperature 1. If a row has no finite probabilities, its log-prob is NaN.
+    A log-prob is log softmax(logits / temperature) over the whole vocabulary, at the sampled id. `allowed` (rows,
+    vocabulary), `top_p` and `top_k` restrict which ids can be sampled, but don't change the log-prob. In a row, `top_p`
+    1.0 and `top_k` 0 mean no restriction. Temperature 0 selects the allowed id with the largest logit (the first one in
+    a tie) and gives its log-prob at temperature 1. If a row has no finite probabilities, its log-prob is NaN.
     """
     greedy = temperature == 0.0
     scale = torch.from_numpy(np.where(greedy, 1.0, temperature)).to(logits.device)
     # In float32, a cumulative sum over a whole vocabulary would round small probabilities away.
-    p = torch.softmax(logits.double() / scale[:, None], dim=-1)
+    scaled = logits.double() / scale[:, None]
+    p = torch.softmax(scaled, dim=-1)
+    whole = None
+    if allowed is not None:
+        # The allowed ids are normalised by themselves, because their probability may be too small for a float64.
+        whole, mask = scaled.log_softmax(-1), torch.from_numpy(~allowed).to(logits.device)
+        logits, p = logits.masked_fill(mask, -torch.inf), scaled.masked_fill(mask, -torch.inf).softmax(-1)
     kept = p if top_p is None or top_k is None else _filtered(p, top_p, top_k)
     cdf = kept.cumsum(-1)
     # The target is scaled by the last value in the CDF, because this value is below 1 after filtering, and only
@@ -70,7 +77,7 @@ def draw(
     if greedy.any():
         first = torch.from_numpy(greedy).to(logits.device)[:, None]
         ids = torch.where(first, logits.argmax(-1, keepdim=True), ids)
-    logprobs = p.gather(1, ids).log_()
+    logprobs = p.gather(1, ids).log_() if whole is None else whole.gather(1, ids)
     return ids[:, 0].tolist(), logprobs[:, 0].float().tolist()
 
 

@@ -88,8 +88,11 @@ def test_messages_become_plain():
     [
         ({"n": 2}, "n"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"logit_bias": {"1": 2}}, "logit_bias"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"reasoning": "lots"}, "reasoning"),
