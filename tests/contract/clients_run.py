@@ -1,6 +1,7 @@
 """Unmodified clients with their default settings, each with one tool. Run by the Python of `clients_env.py`.
 
     python clients_run.py NAME           asks the model until it calls no more tools, and prints its last answer
+    python clients_run.py parsed NAME    asks for an answer with fields, and prints them
     python clients_run.py parse FILE     parses lines [KIND, JSON] with the official models
 
 The address and the key are in the environment, as for every program behind the gateway.
@@ -140,6 +141,46 @@ async def pydantic_ai(model: str, stream: bool) -> str:
     return (await agent.run(TASK, event_stream_handler=heard if stream else None)).output
 
 
+async def parsed(client: str) -> str:
+    """The client's own way to an answer with fields, as JSON."""
+    import pydantic
+
+    class Sum(pydantic.BaseModel):
+        words: list[str]
+        total: int
+
+    said: Any = {"model": "m", "messages": [{"role": "user", "content": TASK}]}
+    if client == "chat":
+        import openai
+
+        async with openai.AsyncOpenAI(max_retries=0) as api:
+            reply = await api.chat.completions.parse(**said, response_format=Sum)
+            found: Any = reply.choices[0].message.parsed
+    elif client == "responses":
+        import openai
+
+        async with openai.AsyncOpenAI(max_retries=0) as api:
+            found = (await api.responses.parse(model="m", input=TASK, text_format=Sum)).output_parsed
+    elif client == "anthropic":
+        import anthropic
+
+        async with anthropic.AsyncAnthropic(max_retries=0) as api:
+            found = (await api.messages.parse(**said, max_tokens=1000, output_format=Sum)).parsed_output
+    elif client == "agents-sdk":
+        import agents
+
+        agents.set_tracing_disabled(True)
+        agent = agents.Agent(name="adder", output_type=Sum)
+        found = (await agents.Runner.run(agent, TASK)).final_output
+    else:
+        import pydantic_ai
+
+        found = (await pydantic_ai.Agent(client, output_type=Sum).run(TASK)).output
+    assert isinstance(found, Sum)
+    return found.model_dump_json()
+
+
+PARSED = ("chat", "responses", "anthropic", "agents-sdk", "openai:gpt-5", "anthropic:claude-sonnet-4-5")
 CLIENTS: dict[str, Callable[[], Awaitable[str]]] = {
     "responses": lambda: responses(False),
     "responses-streamed": lambda: responses(True),
@@ -181,5 +222,7 @@ def parse(path: Path) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "parse":
         parse(Path(sys.argv[2]))
+    elif sys.argv[1] == "parsed":
+        print(asyncio.run(parsed(sys.argv[2])))
     else:
         print(asyncio.run(CLIENTS[sys.argv[1]]()))  # type: ignore[arg-type]

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from tapereel.agents import Completion, rollout
+from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.agents.gateway import Program, chat_protocol, messages_protocol, responses_protocol
 from tapereel.agents.gateway.dialect import Answered
 from tapereel.agents.rendering.renderer import Renderer
@@ -24,11 +26,12 @@ from tapereel.tapes import Answer, Sampling, Status, Text
 from ..agents.families import tokenizer
 from ..agents.gateway.lab import Told
 from .clients_env import DONE, PYTHON
-from .clients_run import CLIENTS
+from .clients_run import CLIENTS, PARSED
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
 SCRIPT = Path(__file__).with_name("clients_run.py")
 RENDERER = Renderer(tokenizer("qwen3"))
+CHARS = char_tokenizer()
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": %d, "b": %d}}\n</tool_call>'
 THOUGHT = "<think>\nI may write %s .\n</think>\n\n" % (CALL % (7, 8))
 SAID = [
@@ -85,6 +88,29 @@ def test_a_client_as_it_comes_is_one_row_and_is_replayed(client: str):
     (row,) = rows(tape)
     assert len(row.own) == sum(len(call.completion or ()) for call in tape.calls)
     verdict = asyncio.run(replay(tape, agent, renderer=RENDERER))
+    assert verdict.outcome == "verified", verdict
+
+
+class Sums(Environment[Answer]):
+    async def reset(self, task: str) -> Text:
+        return Text(text=task)
+
+    async def step(self, action: Answer) -> Outcome:
+        found = json.loads(action.text)
+        right = all(isinstance(word, str) for word in found["words"]) and isinstance(found["total"], int)
+        return Outcome(reward=float(right), terminated=True)
+
+
+@pytest.mark.parametrize("client", PARSED)
+def test_a_clients_answer_with_fields_is_enforced_and_replayed(client: str):
+    """The model is untrained, so it would never give such an answer by itself."""
+    renderer = Renderer(CHARS)
+    engine = EmbeddedEngine(tiny_model(CHARS, "micro", context=4096), renderer, version="run:0", slots=2)
+    agent = Program([str(PYTHON), str(SCRIPT), "parsed", client])
+    tape = asyncio.run(rollout(agent, Sums, "add", engine=engine, sampling=Sampling(max_tokens=300)))
+    assert (tape.status, tape.reward) == (Status.FINISHED, 1.0), tape.cause
+    assert [call.constraint and call.constraint.enforced for call in tape.calls] == [True]
+    verdict = asyncio.run(replay(tape, agent, renderer=renderer))
     assert verdict.outcome == "verified", verdict
 
 
