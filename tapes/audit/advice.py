@@ -60,7 +60,7 @@ def _tapes(climb: Climb, closed: Sequence[Summary]) -> Iterator[Sign]:
         only = rewards.pop()
         doubt = "Are the tasks neither too hard nor too easy for this model?"
         if climb.updates and only <= 0:
-            doubt = f"If the score is right, the tasks are too hard. {climb.better_start()}"
+            doubt = f"If the score is right, the tasks are too hard. {climb.starts[0]}"
         yield Sign(
             0,
             f"All {len(scored):,} rewards are {only:g}: they don't tell a better episode from a worse one. Read one "

@@ -17,7 +17,8 @@ from pydantic import JsonValue
 
 from ..common.stats import interval, mean, variance
 from ..errors import OtherVersion, TapereelError
-from ..store.run_directory import Evaluations, Results, recorded_settings
+from ..store.disk import METRICS
+from ..store.run_directory import Evaluations, Results, read_metrics, recorded_settings
 from ..store.store import Store
 from ..store.summary import Summary
 
@@ -35,8 +36,10 @@ NEAR = 0.1
 """Two rewards are close if their difference is below this share of the range of rewards."""
 MOST = 0.5
 """A sign that concerns a smaller share of the run than this comes after all others."""
-RISING = 0.5
-"""The reward may be rising if its change is above this share of half of the interval's width (p < 0.17)."""
+SELDOM = 0.2
+"""If the level of the reward is below this share of its range, too few attempts succeed to learn from."""
+FALLING = 0.03
+"""The warm start isn't finished if its last quarter lowered the loss by more than this share."""
 
 Lines = Sequence[Mapping[str, JsonValue]]
 
@@ -48,7 +51,7 @@ class Sign(NamedTuple):
     """Signs with a lower rank explain signs with a higher one."""
     text: str
     share: float = 1.0
-    """The share of the run that it concerns, or the certainty of a trend."""
+    """The share of the run that it concerns."""
 
 
 class Change(NamedTuple):
@@ -60,12 +63,6 @@ class Change(NamedTuple):
 
     def __str__(self) -> str:
         return interval(*self, "+.3f")
-
-    @property
-    def certainty(self) -> float:
-        """The change by half of the interval's width. It is above 1 if the reward rose."""
-        half = (self.high - self.low) / 2
-        return self.value / half if 0 < half < math.inf else 0.0
 
 
 @dataclass
@@ -147,6 +144,9 @@ class Climb:
                 yield from self._weights()
             yield from self._level()
             yield from self._trend()
+            equal = bool(self.updates) and self.range[0] == self.range[1] <= 0
+            if self.place < SELDOM or equal or self._guess:
+                yield from (Sign(7, start) for start in self.starts[1:])
 
     def _weights(self) -> Iterator[Sign]:
         trained = [line for line in self.last if line.get("trained_tokens")]
@@ -183,7 +183,7 @@ class Climb:
             yield Sign(4, f"The policy is {kl:.2g} nats a token from the one that sampled. Set {lower}.")
 
     def _level(self) -> Iterator[Sign]:
-        (worst, best), guess = self.range, self._guess()
+        (worst, best), guess = self.range, self._guess
         flat = mean(_values(self.last, "group/flat") or [0.0])
         share = f"{flat:.0%} of the groups of the last {len(self.last)} updates had equal rewards, which teach nothing"
         if self.place > 1 - NEAR:
@@ -193,30 +193,19 @@ class Climb:
             yield Sign(
                 5,
                 f"The model guesses: its answers earn {guess[0]:.3f}, and {guess[1]:.3f} if each task gets the answers "
-                f"to other tasks. {self.better_start()}",
+                f"to other tasks. {self.starts[0]}",
             )
-        elif self.place < NEAR:
-            seen = (
-                f"The model seldom succeeds: the mean reward is {self.level:.2g}, and the best episode has {best:.2g}"
-            )
-            yield Sign(6, f"{seen}. {f'{share}. ' if flat > MOST else ''}{self.better_start()}", 1 - self.place)
+        elif self.place < SELDOM:
+            success, newest = max(best, 1.0), self.scored[-NEWEST:]
+            right = sum((one.reward or 0.0) >= success - NEAR * (success - worst) for one in newest) / len(newest)
+            seen = f"The model is right in {right:.1%} of its newest answers (mean reward {self.level:.2g})"
+            yield Sign(6, f"{seen}, too few to learn from. {f'{share}. ' if flat > MOST else ''}{self.starts[0]}")
         elif self.rewards.low <= 0 and flat > (MOST if len(self.updates) >= LOOP else 0.99) and best != worst:
             larger = self._times("loop.group_size", 4)
             yield Sign(6, f"{share}. Set {larger}, or take tasks that the model sometimes solves (curriculum).", flat)
 
     def _trend(self) -> Iterator[Sign]:
-        n, (change, tasks), (worst, best) = len(self.updates), self.measured, self.range
-        for seen, where in ((change, "on held-out tasks"), (self.rewards, "in the updates")):
-            if RISING < seen.certainty <= 1:
-                more = math.ceil(n * min(8.0, max(2.0, 1.5 / seen.certainty)))
-                slow = 8 * seen.value < NEAR * (max(best, 1.0) - worst)  # even eight times the updates change little
-                yield Sign(
-                    6,
-                    f"The reward seems to rise {where}, but {n} updates are too few to be sure. Continue the run with "
-                    f"loop.updates={more} and --resume (in Python, resume=True).",
-                    0.4 if slow else seen.certainty,
-                )
-                break
+        n, (change, tasks) = len(self.updates), self.measured
         if tasks and self.rewards.low > 0:
             half = (change.high - change.low) / 2
             enough = math.ceil(tasks * (half / max(self.rewards.value, 1e-9)) ** 2)
@@ -230,12 +219,9 @@ class Climb:
                 0.4,
             )
         if n >= LOOP:
-            yield Sign(
-                8,
-                f"Try {self._times('loop.optimiser.lr', 10)} or a tenth of it, "
-                f"{self._times('loop.groups', 4)}, and more updates (loop.updates={4 * n}).",
-                0.0,
-            )
+            yield Sign(8, f"Try {self._times('loop.optimiser.lr', 10)}, then a tenth of it.", 0.0)
+            seen = f"The reward rose in the updates ({self.rewards}). " if self.rewards.low > 0 else ""
+            yield Sign(9, f"{seen}Continue the run with loop.updates={4 * n} and --resume (Python: resume=True).", 0.0)
 
     def _setting(self, key: str) -> Any:
         found: Any = self._settings
@@ -256,20 +242,33 @@ class Climb:
         known = isinstance(value, int | float) and not isinstance(value, bool)
         return f"{key}={value * factor:g} instead of {value:g}" if known else f"{key} to {factor:g} times its value"
 
-    def better_start(self) -> str:
-        """Return a proposal for a policy that succeeds more often before the loop."""
+    @cached_property
+    def starts(self) -> tuple[str, ...]:
+        """What would make the policy succeed more often before the loop, the best first.
+
+        If the warm start was still lowering its loss, it was too short. Otherwise, more of it lowers the loss little.
+        """
+        goal, larger = f"so that the model gets {SELDOM:.0%} right before the loop", "Take a larger model."
         if not self._setting("warm.tapes"):
-            return "Begin with a warm start on right examples (warm.tapes), or with easier tasks."
+            return "Begin with a warm start on right examples (warm.tapes).", f"Take easier tasks, {goal}.", larger
+        easier = f"Begin with easier tasks and only right examples, {goal} (loop.updates=0 measures this)."
         try:
             imitated = len(Results.read(self.store.path).imitated or ())
+            lines = read_metrics(self.store.path / METRICS)
         except (OSError, TapereelError):
-            imitated = 0
+            imitated, lines = 0, []
         examples = f"{4 * imitated:,} instead of {imitated:,}" if imitated else "four times as many"
-        return (
-            f"The warm start did not teach the task: give it more and only right examples ({examples}), and "
-            f"{self._times('warm.updates', 4)}. If that isn't enough, take easier tasks or a larger model."
-        )
+        longer = f"Imitate longer: only right examples ({examples}), and {self._times('warm.updates', 4)}."
+        losses = _values([line for line in lines if line.get("phase") == "sft"], "loss")
+        quarter = len(losses) // 4
+        before, after = losses[-2 * quarter : -quarter], losses[-quarter:]
+        fell = mean(before) - mean(after) if quarter >= LOOP else 0.0
+        if fell > FALLING * abs(mean(before or [0.0])):
+            fall = f"The loss of the warm start was still falling ({fell / mean(before):.0%} in its last quarter). "
+            return fall + longer, easier, larger
+        return easier, longer, larger
 
+    @cached_property
     def _guess(self) -> tuple[float, float] | None:
         """Return the mean reward of the newest answers, and their mean reward if each task got the answers to other
         tasks, if both are about equal.
