@@ -12,8 +12,9 @@ examples that it names are changed and nothing else. The suggestion is confirmed
 - the reward rises beyond its interval in the changed run, from before to after the loop, or
 - the reward after the changed run is above the base run's, paired by task, beyond the interval of the difference.
 
-If neither holds and the suggestion says that the tasks are too hard, the same defaults are used with the generator's
-easier configuration in `EASIER`. The cause is confirmed if the reward rises there beyond its interval.
+If the suggestion is to begin with easier tasks and only right examples, `easier` changes the generator's configuration
+by the same rule for all, and the same defaults are used with only right examples. The suggestion is confirmed if the
+reward rises there beyond its interval.
 
 What is in FOLDER already isn't made again.
 """
@@ -30,6 +31,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -41,6 +43,7 @@ from tapereel.agents.runs.pass_at_k import compare
 from tapereel.agents.runs.runner import rewards_of
 from tapereel.envs import Taskset
 from tapereel.envs.adapters.reasoning import reasoning_scorer, reasoning_tasks
+from tapereel.envs.taskset import BadTasks
 from tapereel.tapes import Answer
 from tapereel.tapes.audit.advice import advice
 from tapereel.tapes.store.disk import METRICS
@@ -49,17 +52,10 @@ from tapereel.tapes.store.store import Store
 
 LONGEST, SAMPLE, DRAWN = 40, 200, 8
 """Characters of the longest answer that is allowed, the entries in which it is measured, and the tasks in a draw."""
-EASIER: dict[str, dict[str, Any]] = {
-    "basic_arithmetic": {"max_terms": 2, "max_digits": 2},
-    "complex_arithmetic": {"operations": ("+", "-"), "operations_weights": (0.5, 0.5)},
-    "countdown": {"min_numbers": 2, "max_numbers": 2},
-    "decimal_chain_sum": {"max_terms": 2, "max_digits": 1, "max_decimal_places": 1},
-    "figlet_font": {"static_font": "standard", "min_word_len": 3, "max_word_len": 3},
-    "lcm": {"max_value": 40},
-    "puzzle24": {"max_value": 6},
-    "tsumego": {"min_board_size": 5, "max_board_size": 6, "max_stones": 6},
-}
-"""An easier configuration of each drawn generator."""
+COUNTS = ((1000, 2000), (500, 1000), (250, 500), (125, 250))
+"""Numbers of tasks and examples. Of easier tasks, the first are taken that the generator can make."""
+DIVISORS = {"puzzle24": 2}
+"""What makes tasks easier, if it isn't 4: four numbers of at most 2 can't make 24."""
 FEW = {"puzzle24": (400, 600)}
 """Tasks and examples of a generator with too few different tasks: puzzle24 has about 1,400."""
 
@@ -87,7 +83,6 @@ class Change:
     """The share of the demonstrator's answers that are right."""
     config: dict[str, Any] = field(default_factory=dict)
     """The generator's configuration."""
-    tasks: int = 1000
 
 
 def draw(seed: int, out: Path) -> list[str]:
@@ -114,15 +109,39 @@ def without_frame(questions: list[str]) -> list[str]:
 
 def made(name: str, change: Change) -> tuple[list[Any], list[tuple[str, str]]]:
     """The tasks, and (question, right answer) of other tasks to demonstrate."""
-    size, shown = FEW.get(name, (change.tasks, change.examples))
-    tasks: list[Any] = list(reasoning_tasks(name, size, 0, **change.config))
-    others: list[Any] = list(reasoning_tasks(name, shown + size, 1_000_000, **change.config))
+    if not change.config:
+        return drawn_from(name, *FEW.get(name, (1000, change.examples)))
+    for size, shown in COUNTS[:-1]:
+        with suppress(BadTasks):
+            return drawn_from(name, size, shown, draws=20 * (size + shown), **change.config)
+    return drawn_from(name, *COUNTS[-1], **change.config)
+
+
+def drawn_from(name: str, size: int, shown: int, **config: Any) -> tuple[list[Any], list[tuple[str, str]]]:
+    tasks: list[Any] = list(reasoning_tasks(name, size, 0, **config))
+    others: list[Any] = list(reasoning_tasks(name, shown + size, 1_000_000, **config))
     known = {task.hash for task in tasks}
     others = [task for task in others if task.hash not in known][:shown]
     every: list[Any] = [*tasks, *others]
     asked = without_frame([task.public["question"] for task in every])
     short = [t.model_copy(update={"public": {"question": q}}) for t, q in zip(tasks, asked, strict=False)]
     return short, [(q, str(t.private["answer"])) for t, q in zip(others, asked[len(tasks) :], strict=True)]
+
+
+def easier(name: str) -> dict[str, int]:
+    """The generator's whole numbers `min_*` and `max_*`, divided by four, or by two if four leaves no task. If the
+    generator refuses a number, the next one that it accepts is taken, on the way back to the default."""
+    gym, config = import_module("reasoning_gym.factory"), dict[str, int]()
+    default = vars(gym.DATASETS[name][1]())
+    bounds = [key for key, value in default.items() if key.startswith(("min_", "max_")) and type(value) is int]
+    for key in sorted(bounds, reverse=True):  # `min_` before `max_`, so that no range is empty
+        sign, size = (-1 if default[key] < 0 else 1), abs(default[key])
+        for value in range(max(round(size / DIVISORS.get(name, 4)), min(size, 1)), size + 1):
+            with suppress(ValueError, AssertionError):
+                gym.create_dataset(name, size=1, seed=0, **{**config, key: sign * value})
+                config[key] = sign * value
+                break
+    return config
 
 
 def trained(name: str, out: Path, change: Change) -> None:
@@ -198,21 +217,23 @@ def tested(name: str, out: Path) -> None:
     print(f"| {name} | {row} | {suggestion or 'rose'} |", flush=True)
     if suggestion is None:
         return
-    change, changed = change_of(suggestion), out / f"{name}-changed"
-    if not changed.exists():
-        if change.settings.keys() == {"loop.updates"}:
+    if "easier tasks" in suggestion:
+        changed, config = out / f"{name}-easier", easier(name)
+        if not changed.exists():
+            trained(name, changed, Change(right=1.0, config=config))
+        print(f"{changed.name}: {config}", flush=True)
+        row, confirmed = held_out(changed / "run")
+        print(f"| {changed.name} | {row} | |", flush=True)
+    else:
+        change, changed = change_of(suggestion), out / f"{name}-changed"
+        if not changed.exists() and change.settings.keys() == {"loop.updates"}:
             continued(name, base, changed, change)
-        else:
+        elif not changed.exists():
             trained(name, changed, change)
-    (row, rose), (difference, above) = held_out(changed / "run"), against(changed / "run", base / "run")
-    print(f"| {changed.name} | {row} | against the base run {difference} |", flush=True)
-    if not (rose or above) and "easier" in suggestion:
-        easier = out / f"{name}-easier"
-        if not easier.exists():
-            trained(name, easier, Change(config=EASIER[name], tasks=400, examples=1000))
-        row, rose = held_out(easier / "run")
-        print(f"| {easier.name} | {row} | |", flush=True)
-    print(f"{name}: {'confirmed' if rose or above else 'NOT confirmed'}", flush=True)
+        (row, rose), (difference, above) = held_out(changed / "run"), against(changed / "run", base / "run")
+        print(f"| {changed.name} | {row} | against the base run {difference} |", flush=True)
+        confirmed = rose or above
+    print(f"{name}: {'confirmed' if confirmed else 'NOT confirmed'}", flush=True)
 
 
 def _cpu() -> float:
