@@ -54,8 +54,8 @@ LONGEST, SAMPLE, DRAWN = 40, 200, 8
 """Characters of the longest answer that is allowed, the entries in which it is measured, and the tasks in a draw."""
 COUNTS = ((1000, 2000), (500, 1000), (250, 500), (125, 250))
 """Numbers of tasks and examples. Of easier tasks, the first are taken that the generator can make."""
-DIVISORS = {"puzzle24": 2}
-"""What makes tasks easier, if it isn't 4: four numbers of at most 2 can't make 24."""
+DIVISORS = {"puzzle24": 2, "tsumego": 1.5}
+"""Divisors other than 4: four numbers of at most 2 can't make 24, and tsumego can't fill boards of less than 6 x 6."""
 FEW = {"puzzle24": (400, 600)}
 """Tasks and examples of a generator with too few different tasks: puzzle24 has about 1,400."""
 
@@ -129,7 +129,7 @@ def drawn_from(name: str, size: int, shown: int, **config: Any) -> tuple[list[An
 
 
 def easier(name: str) -> dict[str, int]:
-    """The generator's whole numbers `min_*` and `max_*`, divided by four, or by two if four leaves no task. If the
+    """The generator's whole numbers `min_*` and `max_*`, divided by four, or by less if four leaves no tasks. If the
     generator refuses a number, the next one that it accepts is taken, on the way back to the default."""
     gym, config = import_module("reasoning_gym.factory"), dict[str, int]()
     default = vars(gym.DATASETS[name][1]())
