@@ -346,7 +346,7 @@ class Session:
             created=live.created if live is not None else int(time.time()),
         )
         if call.constraint is not None and call.constraint.enforced:
-            _warn_once("answers of a form that the engine enforces", "ask without tool_choice and schemas")
+            _warn_once("the engine enforces the form of their answers; ask without tool_choice and schemas")
         self._answered[name] = reply.call, request.instructions
         self._places |= {call["id"]: k for k, call in enumerate(tools)}
         self._sent.setdefault(_echo_key(answer.message), []).append(_Sent(*place, reply.reasoning, tools, call.reply))
@@ -498,8 +498,7 @@ class Session:
             asked["extra"] = {**own.extra, "stop": list(request.stop)}
         sampling = own.model_copy(update=asked) if asked else own
         if own.exact and not sampling.exact:
-            asked_for = f"temperature={sampling.temperature:g} and top_p={sampling.top_p:g}"
-            _warn_once(asked_for, "run the gateway with follow=false")
+            _warn_once(f"{sampling.inexact}, or let the gateway's follow be false")
         return sampling
 
     def _stopped(self, request: Asked, call: Call) -> str | None:
@@ -517,9 +516,9 @@ class Session:
 
 
 @cache
-def _warn_once(asked: str, remedy: str) -> None:
-    """Warn that such requests give no data for RL, once in this process."""
-    log.warning("a program asks for %s: such calls can be imitated, but not used for RL; for RL, %s", asked, remedy)
+def _warn_once(why: str) -> None:
+    """Warn that requests of this kind give no data for RL, once in this process."""
+    log.warning("a program's calls can be imitated, but not used for RL: %s", why)
 
 
 def ended() -> Refused:

@@ -340,10 +340,7 @@ def warn_of_faults(renderer: Renderer | None, sampling: Sampling | None = None) 
     for fault in renderer.faults() if renderer is not None else ():
         log.warning("%s", fault)
     if sampling is not None and not sampling.exact:
-        log.warning(
-            "these rollouts can't be used for RL: their tokens don't come from the distribution that their log-probs "
-            "belong to. Set a temperature above 0, no top_p, no top_k and no extra but `stop`"
-        )
+        log.warning("these rollouts can't be used for RL: %s", sampling.inexact)
 
 
 async def make_engine(config: AnyEngineConfig) -> Made:

@@ -277,11 +277,7 @@ class LoopConfig(RecipeConfig):
     @classmethod
     def _trainable(cls, sampling: Sampling) -> Sampling:
         if not sampling.exact:
-            raise ValueError(
-                "tokens that are sampled with these settings can't be trained on: their recorded log-probs don't "
-                "belong to the distribution that they are drawn from. Set a temperature above 0, no top_p, no top_k "
-                "and no extra but `stop`"
-            )
+            raise ValueError(f"tokens that are sampled with these settings can't be trained on: {sampling.inexact}")
         return sampling
 
     @model_validator(mode="after")

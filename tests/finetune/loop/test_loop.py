@@ -288,7 +288,7 @@ def test_what_can_t_be_trained_on_is_refused_ahead(path: Path) -> None:
     for sampling in (Sampling(temperature=0.0), Sampling(top_p=0.9), Sampling(top_k=5)):
         with (
             Store.create(path / str(sampling.top_k) / str(sampling.top_p)) as store,
-            pytest.raises(ValueError, match=r"temperature.*top_p.*top_k.*`stop`"),
+            pytest.raises(ValueError, match=r"temperature=0|top_p=0\.9|top_k=5"),
         ):
             loop_in(history_in(store, path, settings_of()), settings_of(sampling=sampling))
 
