@@ -18,6 +18,8 @@ from tapereel.agents.rendering.tool_calls import AnswerStream, CallReader, Calls
 from .templates_table import page
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "tools.md"
+JUDGED = Path(__file__).with_name("format_judges.json")
+"""What vLLM makes of the same cases. `format_judges` writes it."""
 BEGIN = "<!-- made by tests/agents/rendering/answer_formats.py -->\n"
 
 Arguments = dict[str, Any]
@@ -158,6 +160,11 @@ class Writer:
             "mark in a string": (opened + self.write(tricky), [tricky]),
         }
 
+    def cut(self) -> str:
+        """A call that was cut off."""
+        text = self.cases()["one call"][0]
+        return text[: len(text) * 2 // 3]
+
 
 HARMONY = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant"
 WRITERS = (
@@ -215,13 +222,16 @@ def begins(stream: AnswerStream, text: str, sizes: list[int], read: CallsRead) -
 
 def table() -> str:
     """The part of the page."""
-    cases = list(WRITERS[0].cases())
+    judged = json.loads(JUDGED.read_text("utf-8"))
+    cases = [*WRITERS[0].cases(), f"vLLM {judged['vllm']}"]
     lines = ["| family | " + " | ".join(cases) + " |", "|---|" + "---|" * len(cases)]
     for writer in WRITERS:
         cells = []
         for text, wanted in writer.cases().values():
             got, problem = found(writer, text)
             cells.append("read" if (got, problem) == (wanted, "") else "wrong" if got else "not read")
+        theirs = judged["counts"].get(writer.title)
+        cells.append(f"{theirs['read']} read, {theirs['wrong']} wrong" if theirs else "not run")
         lines.append(f"| {writer.title} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -258,6 +258,14 @@ def test_what_a_stream_sends_begins_the_thoughts_and_the_answer(name: str, parts
                 begins(reader.stream(tools=tools is not None, prompt=prompt), text, sizes, read)
 
 
+@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.title)
+def test_no_case_gives_a_wrong_call(writer: Writer) -> None:
+    for text, wanted in [*writer.cases().values(), (writer.cut(), [])]:
+        calls, _ = found(writer, text)
+        assert all(call in wanted for call in calls)
+    assert found(writer, writer.cut(), end="", cut=True)[0] == []
+
+
 class Work:
     """Counts the characters that patterns go over."""
 

