@@ -362,7 +362,7 @@ class Call(Record):
     """The sampled token ids, including the id that ends the turn. None if the engine returns only text."""
     logprobs: Floats | None = None
     """log softmax(logits / temperature) of each completion id, or NaN if unknown. Neither top-p, top-k nor an enforced
-    `constraint` changes these values."""
+    `constraint` changes these values, so they are NaN if the engine knows only those under the constraint."""
     barred: tuple[int, ...] | None = Field(default=None, exclude_if=_is_none)
     """Ids of the end tokens that `sampling.min_tokens` excluded at the start of the completion, or None if unknown."""
     text: str | None = None

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+UNUSABLE = "a program's calls can be imitated, but not used for RL"
 SHOWN = 2000
 """Maximum characters of each text in an exchange's step. The call's record has the whole text."""
 
@@ -346,7 +347,9 @@ class Session:
             created=live.created if live is not None else int(time.time()),
         )
         if call.constraint is not None and call.constraint.enforced:
-            _warn_once("the engine enforces the form of their answers; ask without tool_choice and schemas")
+            _warn_once(
+                f"{UNUSABLE}: the engine enforces the form of their answers; ask without tool_choice and schemas"
+            )
         self._answered[name] = reply.call, request.instructions
         self._places |= {call["id"]: k for k, call in enumerate(tools)}
         self._sent.setdefault(_echo_key(answer.message), []).append(_Sent(*place, reply.reasoning, tools, call.reply))
@@ -498,7 +501,7 @@ class Session:
             asked["extra"] = {**own.extra, "stop": list(request.stop)}
         sampling = own.model_copy(update=asked) if asked else own
         if own.exact and not sampling.exact:
-            _warn_once(f"{sampling.inexact}, or let the gateway's follow be false")
+            _warn_once(f"{UNUSABLE}: {sampling.inexact}, or let the gateway's follow be false")
         return sampling
 
     def _stopped(self, request: Asked, call: Call) -> str | None:
@@ -516,9 +519,9 @@ class Session:
 
 
 @cache
-def _warn_once(why: str) -> None:
-    """Warn that requests of this kind give no data for RL, once in this process."""
-    log.warning("a program's calls can be imitated, but not used for RL: %s", why)
+def _warn_once(sentence: str) -> None:
+    """Log a warning, once in this process."""
+    log.warning("%s", sentence)
 
 
 def ended() -> Refused:

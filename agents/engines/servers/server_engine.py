@@ -29,6 +29,7 @@ from ..engine import (
     Capability,
     Completion,
     EngineError,
+    GrammarRefused,
     Listener,
     PromptTooLong,
     PublishMode,
@@ -81,6 +82,8 @@ class Capabilities:
     prompt's ids."""
     sees: bool = False
     """Whether the server reads pictures, and turns them into the same tokens as the local renderer."""
+    enforces: bool = False
+    """Whether the server keeps answers within a grammar."""
 
 
 @dataclass(slots=True)
@@ -126,6 +129,7 @@ class RemoteEngine:
         self.capabilities = capabilities
         can: set[Capability] = {"stats", "copies", "absence", "sleep", "score"}
         can |= {"pictures"} if capabilities.sees else set()
+        can |= {"grammar"} if capabilities.enforces else set()
         can |= {"weights"} if takes_weights else set()
         self.can = frozenset(can)
         members = [Member(server, sync) for server, sync in zip(servers, syncs, strict=True)]
@@ -189,12 +193,12 @@ class RemoteEngine:
             try:
                 found = await asyncio.shield(asking)
                 self.fleet.reached(flight.server)
-                return self._completion(found)
+                return self._completion(request, found)
             except asyncio.CancelledError:
                 self.stats.cancelled += 1
                 partial = await self._abort(flight, asking)
                 if partial is not None and request.on_partial is not None:
-                    request.on_partial(self._completion(partial, cancelled=True))
+                    request.on_partial(self._completion(request, partial, cancelled=True))
                 raise
             except EngineError as error:
                 self.stats.failed += 1
@@ -217,11 +221,14 @@ class RemoteEngine:
         return scored(answer, tokens)
 
     def _note(self, error: EngineError, server: Server, request: Request) -> None:
-        """Record a failed request. Raises PromptTooLong if the prompt is too long for the model."""
+        """Record a failed request. Raises PromptTooLong if the prompt is too long for the model, and GrammarRefused if
+        the server refuses a request with a grammar."""
         # None if the server sent no status, and 0 if the error isn't a `ServerFailed`.
         status = error.status if isinstance(error, ServerFailed) else 0
         if status == 400 and _too_long(str(error)):
             raise PromptTooLong(str(error)) from error
+        if status == 400 and request.grammar:
+            raise GrammarRefused(str(error)) from error
         if status is None or status >= 429 or isinstance(error, ForeignWeights | BadAnswer):
             # Move this conversation to another server, and let new ones avoid this server. A server that fails at once
             # has the fewest requests in flight, so every new conversation would otherwise go there.
@@ -406,12 +413,15 @@ class RemoteEngine:
         finally:
             asking.cancel()
 
-    def _completion(self, found: Sampled, *, cancelled: bool = False) -> Completion:
+    def _completion(self, request: Request, found: Sampled, *, cancelled: bool = False) -> Completion:
         self.stats.tokens += len(found.ids)
+        # vLLM applies the grammar to the logits first, so its log-probs aren't the model's own, and those are unknown.
+        unknown = array("f", [float("nan")]) * len(found.ids)
         return Completion(
             text=self._renderer.decode(found.ids),
             ids=found.ids,
-            logprobs=found.logprobs,
+            logprobs=unknown if request.grammar else found.logprobs,
+            enforced=bool(request.grammar),
             spans=found.spans or (),
             finish="cancelled" if cancelled else found.finish,
             usage=found.usage,

@@ -16,6 +16,7 @@ import numpy as np
 from ....tapes.messages import image_of
 from ....tapes.pictures import Picture
 from ....tapes.records import Sampling
+from ...rendering.answer_grammar import Alternative
 from ..engine import EngineError, Request
 from ..transport.http_channel import Server, ServerFailed
 from ..transport.wire import BadAnswer, Dialect, field, same_prompt
@@ -32,6 +33,8 @@ SHARP = 0.1
 """Temperature of the second measurement. The first one uses temperature 1."""
 LISTED = 5
 """Number of log-probs to request. Two are needed, but the sampled token may replace the last one in the list."""
+NUMBER = "7353"
+"""The answer that the probe's grammar allows."""
 REFUSED = (401, 403, 404, 405, 501)
 """HTTP statuses that servers return for a disabled or missing route."""
 
@@ -74,6 +77,7 @@ async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabiliti
             sees=isinstance(dialect, Generate)
             and bool(renderer.pictures)
             and await _sees(server, dialect, renderer, model),
+            enforces=not isinstance(dialect, SGLangGenerate) and await _enforces(server, dialect, renderer, model),
         )
         return dialect, capabilities
     raise EngineError(f"{server} refuses every route that gives token ids: {'; '.join(refused)}")
@@ -120,6 +124,26 @@ async def _sees(server: Server, dialect: Dialect, renderer: Renderer, model: str
         return False
     same_prompt(request, said)
     return True
+
+
+async def _enforces(server: Server, dialect: Dialect, renderer: Renderer, model: str) -> bool:
+    """Return whether the server keeps an answer within a grammar. A server that ignores the grammar would hardly answer
+    with this number. A tokenizer that can't write it can't write JSON either."""
+    if renderer.decode(renderer.text_ids(NUMBER, begin=False)) != NUMBER:
+        return False
+    request = replace(
+        _question(renderer, 1.0),
+        grammar=(Alternative("", {"const": int(NUMBER)}, ""),),
+        sampling=Sampling(max_tokens=12),
+    )
+    body = dialect.body(request, model=model, request_id="tapereel-probe", stops=renderer.end_ids)
+    try:
+        said = dialect.parse(await answered(server, dialect, body))
+    except ServerFailed as error:
+        if error.status is None or error.away:
+            raise
+        return False
+    return renderer.decode(said.ids).strip() == NUMBER
 
 
 async def _logprobs_mode(

@@ -11,10 +11,12 @@ parameter, because vLLM takes missing ones from the model's generation_config.js
 from __future__ import annotations
 
 import base64
+import json
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from ...rendering.answer_grammar import Grammar
 from ..engine import EngineError, Request
 from ..transport.wire import Json, Sampled, checked_logprob, field, openai_messages, reader, sampled
 
@@ -38,11 +40,26 @@ def sampling_parameters(request: Request, stops: Sequence[int]) -> Json:
         "repetition_penalty": 1.0,
         "seed": request.seed,
         "max_tokens": sampling.max_tokens,
-        "min_tokens": min(sampling.barring, sampling.max_tokens),
+        "min_tokens": 0 if request.grammar else min(sampling.barring, sampling.max_tokens),
         "stop_token_ids": list(stops),
-        **({"ignore_eos": True} if sampling.ignore_eos else {}),
+        **({"ignore_eos": True} if sampling.ignore_eos and not request.grammar else {}),
+        **({"structured_outputs": structured_outputs(request.grammar)} if request.grammar else {}),
         **sampling.extra,
     }
+
+
+def structured_outputs(grammar: Grammar) -> Json:
+    """Return the grammar as vLLM's `structured_outputs`. Text around the JSON takes a structural tag of xgrammar, which
+    is vLLM's default backend."""
+    if len(grammar) == 1 and not grammar[0].begin and not grammar[0].end:
+        return {"json": grammar[0].json_schema}
+    forms = list[Json]()
+    for one in grammar:
+        parts: list[Json] = [{"type": "const_string", "value": text} for text in (one.begin, one.end)]
+        parts.insert(1, {"type": "json_schema", "json_schema": one.json_schema})
+        forms.append({"type": "sequence", "elements": [part for part in parts if part.get("value") != ""]})
+    form = forms[0] if len(forms) == 1 else {"type": "or", "elements": forms}
+    return {"structural_tag": json.dumps({"type": "structural_tag", "format": form})}
 
 
 SCORING_ROUTE = "/v1/completions"
