@@ -101,9 +101,13 @@ class ChatMessage(BaseModel):
 
     def plain(self) -> Message:
         """Return the message without empty fields. Its content is one text, or a list of parts if it has pictures."""
-        rest = self.model_dump(include={"name", "tool_call_id", "tool_calls"}, exclude_none=True)
-        if not self.tool_calls:
-            rest.pop("tool_calls", None)
+        rest: Message = {}
+        if self.name is not None:
+            rest["name"] = self.name
+        if self.tool_call_id is not None:
+            rest["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            rest["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         pieces = [part.text for part in self.content if isinstance(part, _TextPart)]
         content = "".join(pieces) if len(pieces) == len(self.content) else [part.model_dump() for part in self.content]
         if self.role == "assistant" and (thought := self.reasoning_content or self.reasoning):

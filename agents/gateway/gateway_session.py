@@ -46,6 +46,10 @@ SHOWN = 2000
 """Maximum characters of each text in an exchange's step. The call's record has the whole text."""
 
 
+_EchoKey = tuple[str | None, str, str]
+"""Name and text of an answer, and its calls as JSON."""
+
+
 class _Sent(NamedTuple):
     """An answer that was sent to the program."""
 
@@ -176,7 +180,7 @@ class Session:
         self._numbers: Counter[str] = Counter()
         self._answered: dict[str, tuple[str, int]] = {}
         """The call of each answer and the number of its instructions, by the answer's id."""
-        self._sent: dict[str, list[_Sent]] = {}
+        self._sent: dict[_EchoKey, list[_Sent]] = {}
         """The answers sent so far, by `_echo_key`."""
         self._places: dict[str | None, int] = {}
         """The place of each sent tool call among the calls of its answer, by the call's id."""
@@ -431,7 +435,7 @@ class Session:
         """
         found = list[tuple[int, int, Message]]()
         turn, places = 0, dict[str | None, int]()  # as `_places`, for calls that were not sent
-        seen = Counter[str]()
+        seen = Counter[_EchoKey]()
         ids: dict[str | None, str] = {}
         for message in messages:
             if message["role"] == "tool":
@@ -441,22 +445,22 @@ class Session:
                     message = {**message, "tool_call_id": id}
                 found.append((turn, places.get(id, self._places.get(id, -1)), message))
                 continue
-            key = _echo_key(message) if message["role"] == "assistant" else ""
-            own = [call["id"] for call in message.get("tool_calls") or ()]
-            thought = message.get(THOUGHT, "").strip()
-            answers = [one for one in self._sent.get(key, ()) if thought in ("", one.thought)]
-            by_id = [one for one in answers if own and own[0] == one.calls[0]["id"]]
-            answers = by_id or [one for one in answers if one.conversation == conversation]
-            if answers:
-                here = [one for one in answers if one.place == len(found)]
-                sent = here[-1] if here else answers[min(seen[key], len(answers) - 1)]
-                seen[key] += 1
-                ids |= zip(own, (call["id"] for call in sent.calls), strict=True)
-                message = sent.recorded
-            else:
-                places |= {id: k for k, id in enumerate(own)}
-                message = {name: value for name, value in message.items() if name != THOUGHT}
             turn += 1
+            if message["role"] == "assistant":
+                key, calls, thought = _echo_key(message), message.get("tool_calls"), message.get(THOUGHT, "").strip()
+                own = [call["id"] for call in calls] if calls else []
+                answers = [one for one in self._sent.get(key, ()) if not thought or thought == one.thought]
+                by_id = [one for one in answers if own[0] == one.calls[0]["id"]] if own else []
+                answers = by_id or [one for one in answers if one.conversation == conversation]
+                if answers:
+                    here = [one for one in answers if one.place == len(found)]
+                    sent = here[-1] if here else answers[min(seen[key], len(answers) - 1)]
+                    seen[key] += 1
+                    ids |= zip(own, (call["id"] for call in sent.calls), strict=True)
+                    message = sent.recorded
+                else:
+                    places |= {id: k for k, id in enumerate(own)}
+                    message = {name: value for name, value in message.items() if name != THOUGHT}
             found.append((turn, -1, message))
         return [message for *_, message in sorted(found, key=lambda one: one[:2])]
 
@@ -545,12 +549,14 @@ def _conversation(messages: list[Message]) -> str:
     return hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _echo_key(message: Message) -> str:
-    """Return a string that is equal for an answer and for its echo by a client. It leaves out white space around the
+def _echo_key(message: Message) -> _EchoKey:
+    """Return a value that is equal for an answer and for its echo by a client. It leaves out white space around the
     text, the ids of calls, and how the arguments are written as JSON."""
-    calls = [one["function"] for one in message.get("tool_calls") or ()]
-    called = [(one["name"], _parsed(one["arguments"])) for one in calls]
-    return json.dumps([message.get("name"), text_of(message).strip(), called], sort_keys=True)
+    calls, called = message.get("tool_calls"), ""
+    if calls:
+        functions = [one["function"] for one in calls]
+        called = json.dumps([(one["name"], _parsed(one["arguments"])) for one in functions], sort_keys=True)
+    return message.get("name"), text_of(message).strip(), called
 
 
 def _parsed(arguments: str) -> object:

@@ -14,7 +14,7 @@ import os
 import re
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 SAFE = ("GET", "HEAD", "OPTIONS")
 """HTTP methods that change nothing."""
@@ -68,6 +68,7 @@ def same_token(sent: str, token: str) -> bool:
     return hmac.compare_digest(sent.encode("utf-8", "replace"), token.encode())
 
 
+@lru_cache(256)
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach a server at `host`."""
     return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
