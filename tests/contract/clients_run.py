@@ -10,6 +10,7 @@ The address and the key are in the environment, as for every program behind the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from collections.abc import Awaitable, Callable
@@ -181,6 +182,47 @@ async def parsed(client: str) -> str:
 
 
 PARSED = ("chat", "responses", "anthropic", "agents-sdk", "openai:gpt-5", "anthropic:claude-sonnet-4-5")
+
+
+async def langgraph(model: str, stream: bool) -> str:
+    from langchain.agents import create_agent
+    from langchain_core.tools import ToolException, tool
+
+    @tool
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        try:
+            return added(a, b)
+        except ValueError as error:
+            raise ToolException(str(error)) from None
+
+    add.handle_tool_error = True
+    agent = create_agent(model, [add], system_prompt="Add with the tool.")
+    asked: Any = {"messages": [{"role": "user", "content": TASK}]}
+    if not stream:
+        return (await agent.ainvoke(asked))["messages"][-1].text
+    said: list[Any] = [message async for message, _ in agent.astream(asked, stream_mode="messages")]
+    return "".join(piece.text for piece in said if piece.id == said[-1].id)
+
+
+async def smolagents(stream: bool) -> str:
+    import smolagents
+
+    @smolagents.tool
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: A number.
+            b: A number.
+        """
+        return added(a, b)
+
+    agent = smolagents.CodeAgent(tools=[add], model=smolagents.OpenAIModel("policy"), stream_outputs=stream)
+    with contextlib.redirect_stdout(sys.stderr):  # where it shows each step
+        return str(agent.run(TASK))
+
+
 CLIENTS: dict[str, Callable[[], Awaitable[str]]] = {
     "responses": lambda: responses(False),
     "responses-streamed": lambda: responses(True),
@@ -194,6 +236,11 @@ CLIENTS: dict[str, Callable[[], Awaitable[str]]] = {
     "pydantic-ai": lambda: pydantic_ai("openai:gpt-5", False),
     "pydantic-ai-streamed": lambda: pydantic_ai("openai:gpt-5", True),
     "pydantic-ai-anthropic": lambda: pydantic_ai("anthropic:claude-sonnet-4-5", False),
+    "langgraph": lambda: langgraph("openai:gpt-5", False),
+    "langgraph-streamed": lambda: langgraph("openai:gpt-5", True),
+    "langgraph-anthropic": lambda: langgraph("anthropic:claude-sonnet-4-5", False),
+    "smolagents": lambda: smolagents(False),
+    "smolagents-streamed": lambda: smolagents(True),
 }
 
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import runpy
+import shlex
 import subprocess
+import tempfile
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -19,42 +24,130 @@ from tapereel.agents.gateway import Program, chat_protocol, messages_protocol, r
 from tapereel.agents.gateway.dialect import Answered
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.agents.replay.replayer import replay
+from tapereel.cli import main
 from tapereel.envs import Environment, Outcome
 from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Answer, Sampling, Status, Text
+from tapereel.tapes.messages import text_of
+from tapereel.tapes.store.store import Store
 
 from ..agents.families import tokenizer
 from ..agents.gateway.lab import Told
-from .clients_env import DONE, PYTHON
+from .clients_env import FOLDER, PROGRAMS, PYTHON, is_there
 from .clients_run import CLIENTS, PARSED
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
-SCRIPT = Path(__file__).with_name("clients_run.py")
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SCRIPT = HERE / "clients_run.py"
+RECIPES: dict[str, Program] = {
+    name: value
+    for name, value in runpy.run_path(str(ROOT / "examples" / "gateway_clients.py")).items()
+    if isinstance(value, Program)
+}
 RENDERER = Renderer(tokenizer("qwen3"))
 CHARS = char_tokenizer()
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": %d, "b": %d}}\n</tool_call>'
 THOUGHT = "<think>\nI may write %s .\n</think>\n\n" % (CALL % (7, 8))
-SAID = [
-    f"{THOUGHT}I add.\n" + CALL % (1, 2),
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def turns(one: str, failing: str, *two: str) -> list[str]:
+    """What the model says: a call, a call that fails, two at once, and the answer."""
+    return ["I call.\n" + one, failing, "\n".join(two), "done"]
+
+
+def shell(tool: str, argument: str, text: str = "{}") -> list[str]:
+    commands = ("echo one", "ls nothing", "echo two", "echo three")
+    return turns(*(call(tool, **{argument: text.format(command)}) for command in commands))
+
+
+def code(*lines: str) -> list[str]:
+    return [f"Thought: I add.\n<code>\n{line}\n</code>" for line in lines]
+
+
+ADDS = [
+    f"{THOUGHT}I add.\n{CALL % (1, 2)}",
     THOUGHT + CALL % (-1, 2),
     CALL % (3, 4) + "\n" + CALL % (5, 6),
     f"{THOUGHT}done",
 ]
-"""A call, a call that fails, two at once, and the answer. Some come after a thought that quotes a call."""
+"""Some of these come after a thought that quotes a call."""
+CODE = code("print(add(1, 2))", "print(add(-1, 2))", "print(add(3, 4), add(5, 6))", "final_answer('done')")
+GOALS = turns(call("get_goal"), call("view_image", path="nothing.png"), call("get_goal"), call("get_goal"))
+SCRIPTED = "const found = await tools.exec_command({{cmd: '{}'}}); text(found.output)"
+
+
+class Client(NamedTuple):
+    """A client, and what the model says to it."""
+
+    agent: Program
+    said: list[str] = ADDS
+    results: tuple[str, ...] = ("3", "negative", "7", "11")
+    """Words in the tools' results."""
+    changes: str = ""
+    """Words of a tool's result that differ in each run, so that a replay diverges."""
+
+
+SHELL = ("one", "nothing", "two", "three")
+
+
+def of_its_own_model(codex: Program) -> Program:
+    """Codex with the model that it takes by itself. It offers other tools to this model, one of which runs
+    JavaScript, and asks for one call at a time."""
+    assert not callable(codex.program)
+    return Program([word.replace("--model policy", "") for word in codex.program], name="codex")
+
+
+def vercel(*words: str) -> Client:
+    return Client(Program(["node", str(HERE / "clients_run.mjs"), str(FOLDER), *words]))
+
+
+ALL: dict[str, Client] = {
+    **{name: Client(Program([str(PYTHON), str(SCRIPT), name])) for name in CLIENTS if "smolagents" not in name},
+    **{
+        name: Client(Program([str(PYTHON), str(SCRIPT), name]), CODE, ("3", "negative", "7 11"))
+        for name in ("smolagents", "smolagents-streamed")
+    },
+    "vercel": vercel("openai", "whole"),
+    "vercel-streamed": vercel("openai", "streamed"),
+    "vercel-anthropic": vercel("anthropic", "whole"),
+    "vercel-anthropic-streamed": vercel("anthropic", "streamed"),
+    "claude-code": Client(RECIPES["claude_code"], shell("Bash", "command"), SHELL),
+    "codex": Client(RECIPES["codex"], GOALS, ("goal", "nothing.png", "goal", "goal")),
+    # It writes how long a command took, and with `exec_command` a random id, into the result.
+    "codex-commands": Client(RECIPES["codex"], shell("exec_command", "cmd"), SHELL, "Wall time"),
+    "codex-own-model": Client(
+        of_its_own_model(RECIPES["codex"]), shell("functions__exec", "input", SCRIPTED), SHELL[:3], "Wall time"
+    ),
+}
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not DONE.exists():
-        pytest.fail("the environment is not there: run python tests/contract/clients_env.py")
+    if not is_there():
+        pytest.fail("the environment is not there or out of date: run python tests/contract/clients_env.py")
     monkeypatch.setenv("OPENAI_AGENTS_DISABLE_TRACING", "1")
 
 
-class Says(Told):
-    """Answers the next of `SAID` in each conversation, as token ids."""
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The programs are on the path, and the folder of the user's settings is an empty one."""
+    monkeypatch.setenv("PATH", os.pathsep.join([str(PROGRAMS), str(PYTHON.parent), os.environ["PATH"]]))
+    with tempfile.TemporaryDirectory(dir="/var/tmp", ignore_cleanup_errors=True) as home:  # Codex takes none in /tmp
+        for name in ("HOME", "CODEX_HOME", "CLAUDE_CONFIG_DIR"):
+            monkeypatch.setenv(name, home)
+        yield
 
-    def __init__(self) -> None:
-        super().__init__(lambda messages: SAID[sum(message["role"] == "assistant" for message in messages)])
+
+class Says(Told):
+    """Answers the next text of `said` in each conversation, as token ids."""
+
+    def __init__(self, said: list[str]) -> None:
+        super().__init__(lambda messages: said[sum(message["role"] == "assistant" for message in messages)])
 
     @property
     def renderer(self) -> Any:
@@ -78,17 +171,56 @@ class Adds(Environment[Answer]):
         return Outcome(reward=float(action.text == "done"), terminated=True)
 
 
-@pytest.mark.parametrize("client", CLIENTS)
-def test_a_client_as_it_comes_is_one_row_and_is_replayed(client: str):
-    agent = Program([str(PYTHON), str(SCRIPT), client])
-    tape = asyncio.run(rollout(agent, Adds, "add", engine=Says(), sampling=Sampling(max_tokens=2000)))
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("name", ALL)
+def test_a_client_as_it_comes_is_one_row_and_is_replayed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    agent, said, results, changes = ALL[name]
+    tape = asyncio.run(rollout(agent, Adds, "add", engine=Says(said), sampling=Sampling(max_tokens=2000)))
     assert (tape.status, tape.reward) == (Status.FINISHED, 1.0), tape.cause
-    assert [RENDERER.decode(call.completion) for call in tape.calls if call.completion] == SAID
+    assert [RENDERER.decode(call.completion) for call in tape.calls if call.completion] == said
+    told = [text_of(message) for message in tape.call_messages(tape.calls[3]) if message["role"] in ("tool", "user")]
+    told = told[-len(results) :]
+    assert all(word in text for word, text in zip(results, told, strict=True)), told
     assert [call.split for call in tape.calls] == [None] * 4
     (row,) = rows(tape)
     assert len(row.own) == sum(len(call.completion or ()) for call in tape.calls)
     verdict = asyncio.run(replay(tape, agent, renderer=RENDERER))
-    assert verdict.outcome == "verified", verdict
+    if not changes:
+        assert verdict.outcome == "verified", verdict
+        return
+    assert verdict.outcome == "diverged", verdict
+    asked = tape.call_messages(tape.calls[1])
+    (place,) = [k for k, message in enumerate(asked) if message["role"] == "tool"]
+    assert f"messages[{place}].content" in str(verdict)
+    assert changes in text_of(asked[place])
+
+
+def _commands() -> list[str]:
+    page = (ROOT / "docs" / "gateway.md").read_text(encoding="utf-8")
+    found = re.findall(r"^tapereel run --agent examples/gateway_clients\.py:(?s:.*?) --out \S+$", page, re.MULTILINE)
+    return [command.replace("\\\n", "") for command in found]
+
+
+COMMANDS = {command.split()[3].partition(":")[2]: command for command in _commands()}
+
+
+def test_the_page_has_a_command_for_each_recipe():
+    assert COMMANDS.keys() == RECIPES.keys()
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_commands_of_the_page_run(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(COMMANDS[recipe])[1:]
+    model, out = words.index("--model"), words.index("--out")
+    words[out + 1] = str(tmp_path / "run")
+    words[model : model + 2] = ["--set", "engine.policy=tests/contract/clients_model.py:adds", "--set", "count=1"]
+    assert main(words) == 0
+    with Store.open(tmp_path / "run") as store:
+        (tape,) = store.tapes()
+    assert (tape.status, tape.reward, len(tape.calls)) == (Status.FINISHED, 1.0, 2), tape.calls
 
 
 class Sums(Environment[Answer]):

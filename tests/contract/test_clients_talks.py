@@ -14,7 +14,7 @@ import pytest
 from ..agents.gateway.conversations import APIS, TOOLS, Plays, drawn
 from ..agents.gateway.lab import books_close, served
 from ..agents.gateway.test_same_prompts import LONG, check
-from .clients_env import DONE, PYTHON
+from .clients_env import PYTHON, is_there
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 
@@ -28,7 +28,7 @@ async def client(script: str, *words: str) -> None:
 
 
 def test_two_hundred_conversations_of_official_clients(tmp_path: Path):
-    if not DONE.exists():
+    if not is_there():
         pytest.fail("the environment is not there: run python tests/contract/clients_env.py")
     talks, sent = drawn(200), list[Any]()
     assert {talk.api for talk in talks} == {*APIS}

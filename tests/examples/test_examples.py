@@ -23,6 +23,8 @@ ELSEWHERE = {
     "gateway_openai.py": "tests/agents/gateway/test_examples.py",
     "gateway_scene.py": "tests/agents/gateway/test_examples.py",
     "gateway_pydantic_ai.py": "tests/agents/gateway/test_examples.py",
+    "gateway_agents_sdk.py": "tests/contract/test_clients.py",
+    "gateway_clients.py": "tests/contract/test_clients.py",
     "estimators.py": "tests/examples/test_estimators.py",
     "gymnasium_blackjack.py": "tests/envs/test_example.py",
     "gsm8k.py": "tests/examples/test_configurations.py",
