@@ -198,8 +198,10 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], param:
         lambda inner: (
             st.lists(inner, max_size=3)
             | st.dictionaries(
-                st.sampled_from(["input", "type", "role", "content", "tools", "id", "text", "output", "x"]),
-                inner | st.sampled_from(["message", "function_call", "item_reference", "input_text", "user"]),
+                st.sampled_from(["input", "type", "role", "content", "tools", "id", "text", "output", "name", "x"]),
+                inner
+                | st.sampled_from(["message", "function_call", "item_reference", "input_text", "user"])
+                | st.sampled_from(["custom_tool_call", "additional_tools", "custom", "namespace", "web_search"]),
                 max_size=4,
             )
         ),
