@@ -21,7 +21,7 @@ from ...embedded_lab import END, Digits, ask, assert_faithful, decoder, engine, 
 
 def test_it_is_an_engine() -> None:
     shared = engine(decoder(), capacity=50)
-    assert shared.can == {"stats", "weights", "score"}
+    assert shared.can == {"stats", "weights", "score", "grammar"}
     require(shared, shared.can, "This test")
     assert shared.context == 50
     assert isinstance(shared.renderer, Digits)
