@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tapereel.finetune.trainer import trainer
+from tapereel.finetune.trainer.logprobs import read_out
+
 from ...recorded.digest import digest_of, machine
 from ...recorded.worlds import WORLDS, train
 
@@ -50,6 +53,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 """Name of a run -> the settings of `record.py` in today's words."""
+ONE_PASS = ("tools", "pictures")
+"""Runs whose loss and gradient the output layer now computes in one pass, a deliberate change. It computes the softmax
+as exp(z - max z) / sum instead of exp(z - logsumexp z), so the last bits differ. In two passes, which the entropy bonus
+of `text` still needs, they are equal."""
 
 
 def recorded(name: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -87,6 +94,16 @@ def compare(now: dict[str, Any], then: dict[str, Any], here: dict[str, str], the
 @pytest.mark.parametrize("name", WORLDS)
 def test_training_repeats_the_recorded_run(name: str, tmp_path: Path) -> None:
     then, there = recorded(name)
+    there |= {"output layer": "two passes"} if name in ONE_PASS else {}
+    compare(digest_of(train(name, tmp_path, SETTINGS[name])), then, machine(), there)
+
+
+@pytest.mark.parametrize("name", ONE_PASS)
+def test_in_two_passes_training_repeats_the_recorded_run_bit_for_bit(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    then, there = recorded(name)
+    monkeypatch.setattr(trainer, "read_out", lambda *args, loss=None, **kwargs: read_out(*args, **kwargs))
     compare(digest_of(train(name, tmp_path, SETTINGS[name])), then, machine(), there)
 
 
