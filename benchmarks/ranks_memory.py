@@ -102,7 +102,7 @@ def local(p: torch.Tensor) -> torch.Tensor:
 
 def ours(folder: Path) -> None:
     """The trainer of a run, as `train` makes it, with updates from rank 0."""
-    from tapereel.agents.engines.embedded.pretrained import load_pretrained
+    from tapereel.agents.engines.embedded.pretrained import emptied, load_pretrained, weights_digest
     from tapereel.finetune.recipes import get_recipe
     from tapereel.finetune.trainer.distributed import Processes
     from tapereel.finetune.trainer.options import TrainerOptions
@@ -113,7 +113,10 @@ def ours(folder: Path) -> None:
         return Trainer(work, get_recipe("grpo"), TrainerOptions(lr=1e-4), ranks=ranks)
 
     ranks = ShardedRanks()
-    processes = Processes(ranks, load_pretrained(folder).model, build)
+    found = load_pretrained(folder, empty=True)
+    empty = emptied(found.model)
+    ranks.shard(found.model, found.weights, torch.device("cpu"))
+    processes = Processes(ranks, found.model, build, empty)
     if ranks.rank:
         processes.follow()
         return
@@ -121,6 +124,7 @@ def ours(folder: Path) -> None:
     trainer = processes.trainer("rl")
     for _ in range(STEPS):
         assert all(stats.applied for stats in trainer.updates(rows, episodes))
+    weights_digest(processes.weights())  # reads every weight once, as a weight sync does
     processes.finish(None)
 
 

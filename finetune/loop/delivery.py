@@ -35,6 +35,8 @@ from ...tapes.arrays import ints
 from ...tapes.errors import TapereelError
 from ...tapes.records import Sampling
 from ..data.rows import Row
+from ..trainer.checkpoint import ModelWeights
+from ..trainer.distributed import with_files
 from ..trainer.logprobs import casting, parts, plan, states
 
 PLACES = 8
@@ -90,10 +92,11 @@ class _Answer(NamedTuple):
 
 class Delivery:
     """Checks that all samplers of one policy have its weights. `model` is the trainer's model, which updates change in
-    place."""
+    place. `held` are its weights, if several processes hold them."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, held: ModelWeights | None = None) -> None:
         self.model = model
+        self.held = held or ModelWeights(model)
         self.autocast: torch.dtype | None = None
         """Dtype in which the trainer runs the forward pass. None means the dtype of the weights."""
         self.vision: Vision | None = None
@@ -172,26 +175,16 @@ class Delivery:
         self.found = {"version": version, "verdict": verdict, "difference": difference, "moved": moved, "bound": bound}
         self.found |= {"clean": self._clean, "tape": self._tape, "places": list[JsonValue](self._places)}
 
-    @torch.no_grad()
     def _scored(self, row: Row, version: str, context: int | None) -> _Version:
-        body, output = parts(self.model)
-        # `states` returns the hidden state before each own token, so one more token is added to get the last state.
-        own, ones = np.arange(1, len(row) + 1, dtype=np.int32), np.ones(len(row), dtype=np.float32)
-        longer = replace(row, input_ids=np.append(row.input_ids, 0), own=own, temperature=ones, bars=())
-        with casting(self.model, self.autocast):
-            hidden = states(body, plan([longer], vision=self.vision)[0], self.model).to(output.weight.dtype)
-        if not self._places:
-            logits = output(hidden).float()
-            # The model is least sure after these prefixes, so a change of the weights is most visible. The longest
-            # prefix tests the largest part of a cache.
-            longest = len(_beginning(row, min(len(row), (context or len(row) + 1) - 1)))
-            unsure = torch.distributions.Categorical(logits=logits[: longest - 1]).entropy()
-            for place in row.places:
-                unsure[place.offset : place.end - 1] = -1.0  # the prefix would end inside the picture
-            least = unsure.topk(min(PLACES - 1, int((unsure >= 0).sum()))).indices + 1
-            self._places = sorted({longest, *least.tolist()})
-        after = output(hidden[[place - 1 for place in self._places]]).float().log_softmax(-1)
-        return _Version(version, after.cpu().numpy())
+        self._places, after = self.held.call(
+            next_tokens,
+            row=with_files([row])[0],
+            places=self._places,
+            context=context,
+            autocast=self.autocast,
+            vision=self.vision,
+        )
+        return _Version(version, after)
 
     def _sentence(self, answer: _Answer, gaps: list[float], bound: float) -> str:
         new = self._versions[-1]
@@ -208,6 +201,38 @@ class Delivery:
             f"{bound:.3g}); {what}. The last weights known to have arrived: {sure}. Fix the weight sync and continue "
             "with `resume=True`, or raise loop.sampler_tolerance for a sampler that computes in another precision"
         )
+
+
+@torch.no_grad()
+def next_tokens(
+    model: nn.Module,
+    *,
+    row: Row,
+    places: list[int],
+    context: int | None,
+    autocast: torch.dtype | None,
+    vision: Vision | None,
+) -> tuple[list[int], NDArray[np.float32]]:
+    """Return the places, and the model's log-probs (places, vocabulary) of the next token after each. Without `places`,
+    choose some in the row."""
+    body, output = parts(model)
+    # `states` returns the hidden state before each own token, so one more token is added to get the last state.
+    own, ones = np.arange(1, len(row) + 1, dtype=np.int32), np.ones(len(row), dtype=np.float32)
+    longer = replace(row, input_ids=np.append(row.input_ids, 0), own=own, temperature=ones, bars=())
+    with casting(model, autocast):
+        hidden = states(body, plan([longer], vision=vision)[0], model).to(output.weight.dtype)
+    if not places:
+        logits = output(hidden).float()
+        # The model is least sure after these prefixes, so a change of the weights is most visible. The longest prefix
+        # tests the largest part of a cache.
+        longest = len(_beginning(row, min(len(row), (context or len(row) + 1) - 1)))
+        unsure = torch.distributions.Categorical(logits=logits[: longest - 1]).entropy()
+        for place in row.places:
+            unsure[place.offset : place.end - 1] = -1.0  # the prefix would end inside the picture
+        least = unsure.topk(min(PLACES - 1, int((unsure >= 0).sum()))).indices + 1
+        places = sorted({longest, *least.tolist()})
+    after = output(hidden[[place - 1 for place in places]]).float().log_softmax(-1)
+    return places, after.cpu().numpy()
 
 
 def _beginning(row: Row, length: int) -> Row:

@@ -35,8 +35,8 @@ from ..data.stream import Episode
 from ..trainer.checkpoint import (
     BadCheckpoint,
     Checkpoint,
+    ModelWeights,
     checkpoints,
-    copied_weights,
     prune,
     read_checkpoint,
     remove_partial,
@@ -90,9 +90,11 @@ class History:
         tokenizer: PreTrainedTokenizerBase | None = None,
         keep: int | None = 3,
         keep_bytes: int | None = None,
+        held: ModelWeights | None = None,
     ) -> None:
         """`model` has the base weights. `make_trainer` takes the name of a phase and returns a new trainer for the
-        model. `keep` and `keep_bytes` limit the checkpoints that are kept (see `prune`)."""
+        model. `held` are the model's weights, if several processes hold them. `keep` and `keep_bytes` limit the
+        checkpoints that are kept (see `prune`)."""
         self.store = store
         self.lineage = lineage
         self.directory = directory
@@ -114,7 +116,8 @@ class History:
         """Held-out reward after each update that was evaluated. The checkpoint with the highest reward is kept."""
         self.phase = ""
         self.trainer: PolicyTrainer | None = None
-        self.delivery = Delivery(model)
+        self.held = held or ModelWeights(model)
+        self.delivery = Delivery(model, self.held)
         self.unrecorded: list[Use] = []
         """Records of the last update that the store lacks, because a crash came between the records of its epochs.
         `restore` makes these records again, and the caller must append them to the store before the next update."""
@@ -225,9 +228,10 @@ class History:
             info["context"] = [list(r) for r in batch.context]
         return Use(lineage=self.lineage, update=self.updates, epoch=epoch, items=tuple(used), info=info)
 
-    def publish_record(self, mode: str) -> tuple[dict[str, Tensor], Publish]:
-        """Return a copy of the weights, and the `publish` record for this copy."""
-        weights = copied_weights(self.model)
+    def publish_record(self, mode: str) -> tuple[Mapping[str, Tensor], Publish]:
+        """Return the weights, and the `publish` record for them. They are a copy, unless several processes share the
+        weights (`Processes.weights`). Use them before the next update."""
+        weights = self.held.weights(copied=True)
         return weights, Publish(version=self.version, digest=weights_digest(weights), mode=mode, at=time.time())
 
     def record_version(self, mode: str) -> None:
@@ -263,6 +267,7 @@ class History:
             pictures=self.renderer.pictures if self.renderer is not None else None,
             taught=self.taught,
             check=self.store.check_lead,
+            held=self.held,
         )
         self.store.record_files(*sorted(made.path.rglob("*")))
         best = max(self.scores, key=self.scores.__getitem__, default=None)
@@ -350,7 +355,7 @@ class History:
     def _load(self, checkpoint: Checkpoint) -> None:
         # Weights and state are read before anything is changed, so that no part of a damaged checkpoint is used.
         weights, state = checkpoint.weights(), checkpoint.trainer_state()
-        self.model.load_state_dict(weights)
+        self.held.put(weights)
         self.updates = checkpoint.update
         self.trained_tokens = int(checkpoint.state["trained_tokens"])
         self.cursor = int(checkpoint.state.get("cursor", 0))
@@ -367,7 +372,7 @@ class History:
         slightly different weights, and tapes from both machines would count as sampled by one version.
         """
         recorded = self.store.published.get(self.version)
-        found = weights_digest(copied_weights(self.model)) if recorded is not None else None
+        found = weights_digest(self.held.weights()) if recorded is not None else None
         if recorded is not None and found != recorded.digest:
             raise BrokenHistory(
                 f"version {self.version} was published with digest {recorded.digest}; "

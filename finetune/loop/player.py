@@ -10,7 +10,7 @@ and a resumed run makes this update from the loop's record.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -57,7 +57,7 @@ class Player:
 
     def update(
         self, plan: Plan, source: Source, mode: str
-    ) -> tuple[UpdateStats, tuple[Use, ...], dict[str, Tensor], Publish]:
+    ) -> tuple[UpdateStats, tuple[Use, ...], Mapping[str, Tensor], Publish]:
         """Make one update from the loop's batch. Return the statistics, the `use` records, a copy of the weights and
         their `publish` record. This may run in a thread."""
         stats, uses = self.history.update(plan, source)

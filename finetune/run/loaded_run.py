@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -107,11 +107,19 @@ class LoadedRun:
 
     @classmethod
     def _with_models(cls, config: TrainConfig, recipe: Recipe, ranks: Ranks, scene: Scene | None = None) -> LoadedRun:
-        policy = load_policy(config.engine, config.trainer, config.seed)
+        policy = load_policy(config.engine, config.trainer, config.seed, ranks)
         team = Team(config.players if not ranks.rank else {}, seed=config.seed)
         team.load_compared(config.loop, recipe)
-        phases = Phases(policy, config.loop, recipe, config.warm or NO_WARM_START)
-        return cls(config, recipe, policy, team, Processes(ranks, policy.model, phases.trainer), scene)
+        phases = Phases(policy, config.loop, recipe, config.warm or NO_WARM_START, ranks)
+        processes = Processes(ranks, policy.model, phases.trainer, policy.empty)
+        if ranks.sharded:
+            if not ranks.rank and config.engine.kind == "embedded":
+                log.warning(
+                    "rank 0 also holds the whole model, because the embedded engine samples with it; with servers "
+                    "(`engine.kind=vllm` or `sglang`), no rank does"
+                )
+            policy = replace(policy, held=processes)
+        return cls(config, recipe, policy, team, processes, scene)
 
     def tapes_to_imitate(self) -> Sequence[str]:
         """Return the ids of the tapes that the warm start imitates. They are in another run. Without a warm start,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ...agents.engines.embedded.pretrained import load_pretrained, load_tokenizer, placed, weights_digest
+from ...agents.engines.embedded.pretrained import load_pretrained, load_tokenizer, weights_digest
 from ...agents.engines.engine import CapableEngine, EngineError
 from ...agents.setup.engine_config import CustomConfig, ServerConfig, connect_to
 from ...tapes.common.run_async import run_async
@@ -26,10 +26,10 @@ from ..objective.recipe import Recipe
 from ..recipes import get_recipe
 from ..trainer.critic import Critic, CriticTrainer, Value
 from ..trainer.options import StepOptions, TrainerOptions
-from ..trainer.ranks import Ranks
+from ..trainer.ranks import Ranks, Whole
 from ..trainer.reference import EarlierWeights, OtherModel, ServedTeacher, trainable
 from ..trainer.trainer import Trainer
-from .policy import Policy
+from .policy import Policy, shared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -45,6 +45,8 @@ class Phases:
     recipe: Recipe
     """The recipe for the loop's updates."""
     warm: WarmStartConfig
+    ranks: Ranks = field(default_factory=Ranks)
+    """The processes that may share the policy's weights."""
 
     def __post_init__(self) -> None:
         # The models that the policy is compared against are loaded here, before anything is written.
@@ -62,7 +64,7 @@ class Phases:
         self._others: dict[str, OtherModel] = {}
         for setting, name in named.items():
             if isinstance(name, str) and (setting == "teacher" or name not in OWN):
-                self._others[setting] = _beside(self.policy, name, f"loop.{setting}")
+                self._others[setting] = _beside(self.policy, name, f"loop.{setting}", self.ranks)
             elif name is not None and not isinstance(name, str):
                 self._others[setting] = _served(self.policy, name)
                 sampling = loop.sampling
@@ -122,8 +124,13 @@ class Phases:
     def _critic(self, work: nn.Module, ranks: Ranks | None) -> CriticTrainer:
         """Make a new critic from the policy's current weights. A resumed run makes it too, and then loads its state."""
         config = self._critic_config
-        make, model = (Critic.of, self.policy.model) if config.body == "own" else (Critic.on, work)
-        critic = make(model, normalised=config.normalised, vision=self.policy.vision)
+        policy = self.policy
+        if config.body == "own" and policy.empty is not None:
+            critic = Critic.of(policy.empty, normalised=config.normalised, vision=policy.vision)
+            self.ranks.shard(critic, critic.weights_of(work), next(work.parameters()).device)
+        else:
+            make, model = (Critic.of, policy.model) if config.body == "own" else (Critic.on, work)
+            critic = make(model, normalised=config.normalised, vision=policy.vision)
         return CriticTrainer(
             critic,
             StepOptions(**_settings(config.optimiser)),
@@ -164,16 +171,18 @@ def _check_compared(loop: LoopConfig, recipe: Recipe, how: ReferenceConfig, star
         )
 
 
-def _beside(policy: Policy, name: str, setting: str) -> OtherModel:
-    """Load the model `name`, a folder or a name on the hub, on the policy's device and in the policy's dtype. Raises
-    UsageError if its tokenizer differs from the policy's."""
+def _beside(policy: Policy, name: str, setting: str, ranks: Ranks) -> OtherModel:
+    """Load the model `name`, a folder or a name on the hub, on the policy's device and in the policy's dtype. The ranks
+    may share its weights. Raises UsageError if its tokenizer differs from the policy's."""
     weights = next(policy.model.parameters())
     base: Any = getattr(policy.model, "get_base_model", lambda: policy.model)()
     dtype: Any = str(base.dtype).removeprefix("torch.")
     video = "native" if policy.vision is not None and policy.vision.video_marker is not None else "frames"
-    found = load_pretrained(name, dtype=dtype, attention=base.config._attn_implementation, video=video)
+    found = load_pretrained(
+        name, dtype=dtype, attention=base.config._attn_implementation, video=video, empty=ranks.sharded
+    )
     _check_tokens(policy, found.tokenizer, f"{setting}={name}")
-    return OtherModel(placed(found.model, weights.device), name, found.vision)
+    return OtherModel(shared(found.model, found, name, weights.device, ranks), name, found.vision)
 
 
 def _served(policy: Policy, config: ServerConfig | CustomConfig) -> ServedTeacher:
@@ -231,12 +240,15 @@ def _plain_digest(model: nn.Module) -> str:
     """Return the digest of the weights, leaving out new adapters, which don't change the model's output yet. It equals
     the digest of the model before the adapters were added."""
     base: Any = getattr(model, "get_base_model", lambda: model)()
+    state = Whole(base.state_dict())
     return weights_digest(
-        {
-            name.replace(".base_layer.", "."): tensor
-            for name, tensor in base.state_dict().items()
-            if ".lora_A." not in name and not (".lora_B." in name and not tensor.any())
-        }
+        Whole(
+            {
+                name.replace(".base_layer.", "."): tensor
+                for name, tensor in base.state_dict().items()
+                if ".lora_A." not in name and not (".lora_B." in name and not state[name].any())
+            }
+        )
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy as copying
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,20 +11,31 @@ from typing import Any, cast
 import torch
 
 from ...agents.engines.embedded.embedded_engine import EmbeddedEngine
-from ...agents.engines.embedded.pretrained import Attention, device_of, load_pretrained, placed
+from ...agents.engines.embedded.pretrained import (
+    Attention,
+    Pretrained,
+    device_of,
+    emptied,
+    load_pretrained,
+    placed,
+)
 from ...agents.engines.engine import TRAINING, TrainableEngine
 from ...agents.engines.weights.weight_config import add_adapters
 from ...agents.rendering.renderer import Renderer
 from ...agents.setup.engine_config import AnyEngineConfig, CustomConfig, EmbeddedConfig, connect_to
 from ...agents.vision.vision import Vision
+from ...tapes.common.text import logger
 from ...tapes.errors import UsageError
 from ...tapes.store.run_directory import PlayerResults, Results
 from ...tapes.store.store import Store
 from ..loop.history import BrokenHistory, History
 from ..loop.loop_config import LoopConfig
-from ..trainer.checkpoint import copied_weights
+from ..trainer.checkpoint import ModelWeights
+from ..trainer.ranks import Ranks
 from ..trainer.updates import PolicyTrainer
 from .player_config import Frozen, TrainedConfig, TrainerConfig
+
+log = logger("train")
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,10 @@ class Policy:
     weights."""
     servers: Callable[[], Awaitable[TrainableEngine]] | None = None
     """Connects to the servers that sample for the loop. None means that an embedded engine samples."""
+    empty: Any = None
+    """A copy of the model without weights (`emptied`), if several processes share the weights of `model`."""
+    held: ModelWeights | None = None
+    """The weights, if several processes share them."""
 
     @property
     def vision(self) -> Vision | None:
@@ -59,7 +73,7 @@ class Policy:
     def copy(self, version: str) -> EmbeddedEngine:
         """Return an engine with a copy of the current weights, named `version`. Because it is a copy, the trainer can
         change the model while the engine samples."""
-        model = copying.deepcopy(self.model)
+        model: Any = self.weights.whole()
         if sampling_attention(self.attention) != self.attention:
             model.set_attn_implementation(sampling_attention(self.attention))
         return EmbeddedEngine(
@@ -71,6 +85,11 @@ class Policy:
             copy=False,
             autocast=self.autocast,
         )
+
+    @property
+    def weights(self) -> ModelWeights:
+        """The weights of `model`."""
+        return self.held or ModelWeights(self.model)
 
     def computing(self, loop: LoopConfig) -> Policy:
         """Return this policy with the dtype that `loop` sets for the forward pass."""
@@ -84,7 +103,7 @@ class Policy:
         engine = await self.servers()
         try:
             if engine.version != version:
-                await engine.sync_weights(copied_weights(self.model), version)
+                await engine.sync_weights(self.weights.weights(copied=True), version)
         except BaseException:
             await engine.close()
             raise
@@ -109,18 +128,26 @@ class Policy:
             tokenizer=self.tokenizer,
             keep=loop.keep_checkpoints,
             keep_bytes=loop.keep_checkpoint_bytes,
+            held=self.held,
         )
         history.delivery.autocast = self.autocast
         history.delivery.vision = self.vision
         return history
 
 
-def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int) -> Policy:
+def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int, ranks: Ranks | None = None) -> Policy:
     """Load the model named by `engine` onto the device named by `trainer`. Its adapters, if any, are drawn from
-    `seed`."""
+    `seed`. `ranks` may share its weights."""
+    ranks = ranks or Ranks()
     device = device_of(trainer.device)
     assert engine.model is not None, "checked when the configuration is read"
-    found = load_pretrained(engine.model, dtype=trainer.dtype, attention=trainer.attention, video=engine.renderer.video)
+    found = load_pretrained(
+        engine.model,
+        dtype=trainer.dtype,
+        attention=trainer.attention,
+        video=engine.renderer.video,
+        empty=ranks.sharded and trainer.lora is None,
+    )
     renderer = engine.renderer.make(found.tokenizer, found.vision, found.ends)
     # Adapters are drawn on the CPU, because a run must begin with the same adapters on every machine, and random
     # numbers differ between devices.
@@ -130,15 +157,33 @@ def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int) -> Pol
         raise UsageError(f"trainer.freeze={trainer.freeze} would do nothing, since {why}: remove it")
     if found.vision is not None and trainer.lora is None:
         freeze(model, found.vision, trainer.freeze or "tower")
+    empty = emptied(model) if ranks.sharded else None
     return Policy(
-        placed(model, device),
+        shared(model, found, str(engine.model), device, ranks),
         found.tokenizer,
         renderer,
         engine.slots,
         engine.capacity,
         trainer.attention,
         servers=_connection(engine, trainer),
+        empty=empty,
     )
+
+
+def shared(
+    model: torch.nn.Module, found: Pretrained, folder: str, device: torch.device, ranks: Ranks
+) -> torch.nn.Module:
+    """Return the model of `found`, with or without adapters, on `device`. If the ranks share weights, it has this
+    rank's part of each."""
+    if found.weights is None:
+        model = placed(model, device)
+        if ranks.sharded and not ranks.rank:
+            log.warning(
+                f"each rank loads the whole model {folder} before it keeps its part: it has adapters or reads "
+                "pictures, or its files name the weights differently"
+            )
+    ranks.shard(model, found.weights, device)
+    return model
 
 
 def freeze(model: torch.nn.Module, vision: Vision, what: Frozen) -> None:

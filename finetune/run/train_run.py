@@ -158,7 +158,7 @@ def _lead(loaded: LoadedRun, out: Path, resume: bool, progress: Progress, on_epi
         with reporting(report):
             with directory.timed("total"), tracking(directory, config.trackers):
                 folder = str(config.engine.model)
-                check_begun(directory.results, weights_digest(loaded.policy.model.state_dict()), out, folder)
+                check_begun(directory.results, weights_digest(loaded.policy.weights.weights()), out, folder)
                 training = Training(loaded, directory, progress, on_episode)
                 try:
                     training.complete()

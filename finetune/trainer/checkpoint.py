@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ log = logger("checkpoint")
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+T = TypeVar("T")
 STATE, TAUGHT = "state.json", "taught.jsonl"
 _PARTIAL, _GONE = ".partial", ".gone"
 """Suffixes for a directory that is being written, and for one that is being deleted."""
@@ -101,6 +102,33 @@ class Checkpoint:
         return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
 
 
+class ModelWeights:
+    """The weights of a model that one process holds. `Processes` does the same for several processes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def weights(self, *, copied: bool = False) -> Mapping[str, Tensor]:
+        """Return the current weights by name. Use `copied` if the model may change while they are used."""
+        return copied_weights(self.model) if copied else self.model.state_dict()
+
+    def whole(self) -> nn.Module:
+        """Return a copy of the model with the current weights."""
+        return copy.deepcopy(self.model)
+
+    def unsharded(self) -> nn.Module:
+        """Return a model with the current weights to save."""
+        return self.model
+
+    def put(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace the weights."""
+        self.model.load_state_dict(weights)
+
+    def call(self, function: Callable[..., T], **arguments: object) -> T:
+        """Return `function(model, **arguments)`."""
+        return function(self.model, **arguments)
+
+
 def copied_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return a copy of every parameter and buffer in the model's `state_dict`. Another thread can use it while the
     model changes."""
@@ -118,19 +146,22 @@ def save_checkpoint(
     pictures: PictureTokens | None = None,
     taught: Mapping[str, Sequence[str]] | None = None,
     check: Callable[[], object] = lambda: None,
+    held: ModelWeights | None = None,
 ) -> Checkpoint:
-    """Write the checkpoint `directory/update-NNNNNN` durably, in place of any checkpoint of that name.
+    """Write the checkpoint `directory/update-NNNNNN` durably, in place of any checkpoint of that name. `held` are the
+    model's weights, if several processes hold them.
 
     All files are written and synced in a hidden directory, which is then renamed. At worst, a crash leaves a hidden
     directory (`.partial`, `.gone`), which readers ignore. `check` is called just before the rename. If `check` raises,
     the old checkpoint is kept. The rename fails if another process has called `remove_partial` meanwhile.
     """
+    held = held or ModelWeights(model)
     REAL.make_folder(directory)
     target = directory / f"update-{update:06d}"
     partial = directory / f".{target.name}.{os.getpid()}{_PARTIAL}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    weights = copied_weights(model)
+    weights = dict(held.weights(copied=True))
     full = {**state, "update": update, "digest": weights_digest(weights)}
     if taught is not None:
         lines = "".join(json.dumps([tape, *pin]) + "\n" for tape, pin in taught.items()).encode()
@@ -139,7 +170,7 @@ def save_checkpoint(
     torch.save(weights, partial / "policy.pt")
     torch.save(dict(trainer_state), partial / "trainer.pt")
     averaged = cast("dict[str, Tensor] | None", trainer_state.get("averaged"))
-    for folder, one in (("hf", model), ("hf-averaged", _with(model, averaged) if averaged else None)):
+    for folder, one in (("hf", held.unsharded()), ("hf-averaged", _with(held.whole(), averaged) if averaged else None)):
         if one is not None and hasattr(one, "save_pretrained"):
             with quiet_transformers():
                 cast("PreTrainedModel", one).save_pretrained(partial / folder)
@@ -165,11 +196,10 @@ def save_checkpoint(
     return Checkpoint(target, update, full)
 
 
-def _with(model: nn.Module, weights: Mapping[str, Tensor]) -> Any:
-    """Return a copy of the model with `weights` loaded into it."""
-    other = copy.deepcopy(model)
-    other.load_state_dict(weights, strict=False)
-    return other
+def _with(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+    """Load `weights` into the model and return it."""
+    model.load_state_dict(weights, strict=False)
+    return model
 
 
 def prune(directory: Path, *, keep: int | None = None, keep_bytes: int | None = None, best: int | None = None) -> None:

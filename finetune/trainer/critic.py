@@ -12,7 +12,7 @@ the policy.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import isfinite
@@ -29,7 +29,7 @@ from ..data.stream import Stream
 from ..objective.term import Context, Moments, Sums, Term
 from .logprobs import Micro, be_still, casting, parts, plan, reaching, states
 from .options import StepOptions
-from .ranks import Ranks
+from .ranks import Ranks, Whole
 from .router import Load, load, probabilities, routed
 
 
@@ -79,7 +79,7 @@ class Critic(nn.Module):
         """
         super().__init__()
         reference = next(body.parameters())
-        self.head = nn.Linear(hidden, 1, dtype=reference.dtype, device=reference.device)
+        self.head = nn.Linear(hidden, 1, dtype=reference.dtype, device=reference.device)  # may be the meta device
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.owns_body = owns_body
@@ -110,6 +110,13 @@ class Critic(nn.Module):
         """Return a critic with only a head, which reads the hidden states of `model` but never trains the model."""
         body, output = parts(model)
         return cls(body, output.in_features, owns_body=False, normalised=normalised, model=model, vision=vision)
+
+    def weights_of(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """Return the weights that `of` copies from `model` and a new head, by their names here. `model` may be sharded,
+        and this critic may be empty."""
+        source = model if self.vision is not None else parts(model)[0]
+        own = {f"body.{name}": tensor for name, tensor in source.state_dict().items()}
+        return Whole({**own, **{f"head.{name}": torch.zeros(p.shape) for name, p in self.head.named_parameters()}})
 
     @property
     def home(self) -> nn.Module:

@@ -8,33 +8,40 @@ rank 0 is lost.
 A share consists of whole groups, because advantages compare the attempts of a group. Forks of one turn stay together
 for the same reason. Shares have similar numbers of tokens, and may be empty.
 
-If weights are sharded over the ranks, rank 0 also keeps a whole copy for sampling, publishing and checkpoints.
+If weights are sharded over the ranks, no rank holds the whole model. Rank 0 reads the weights one at a time, and each
+is gathered from all ranks when it is read (`GatheredWeights`).
 """
 
 from __future__ import annotations
 
 import copy
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+from ...agents.engines.embedded.pretrained import emptied, fill
 from ..data.rows import Row
 from ..data.stream import BadBatch, Episode, Stream
 from ..objective import Sums
 from ..objective import loss as objective
-from .ranks import DataParallelRanks, RankLost, Ranks, ShardedRanks
+from .checkpoint import ModelWeights
+from .ranks import DataParallelRanks, RankLost, Ranks, ShardedRanks, Whole
 from .trainer import Trainer
 from .updates import PolicyTrainer, Prepared, Skip, TrainerState, UpdateStats, imitation_part
 
 _Share = tuple[Tensor, Tensor, Sums, float, dict[str, float], Skip | None]
 """One rank's result of a step: the positions of its tokens in the whole stream, their weights, the metrics, the loss,
 the parts of the loss, and the reason for a skip."""
+T = TypeVar("T")
 MakeTrainer = Callable[[str, nn.Module, Ranks], Trainer]
 """Function that takes (phase, model to train, ranks) and returns a new trainer. It must do the same on every rank."""
 
@@ -62,18 +69,24 @@ def launched(*, shard: bool = False, timeout: float = 1800.0) -> Iterator[Ranks]
             distributed.destroy_process_group()
 
 
-class Processes:
+class Processes(ModelWeights):
     """One process (rank) of the group that computes updates together. Rank 0 gives commands, and the others
     `follow`."""
 
-    def __init__(self, ranks: Ranks, model: nn.Module, make_trainer: MakeTrainer) -> None:
-        """`model` needs the right weights only on rank 0. For each new trainer, they are copied to the other ranks."""
+    def __init__(
+        self, ranks: Ranks, model: nn.Module, make_trainer: MakeTrainer, empty: nn.Module | None = None
+    ) -> None:
+        """`model` needs the right weights only on rank 0. If weights are sharded, they are distributed now, unless the
+        model is sharded already. Then `empty` is a copy of it that has no weights (`emptied`). If weights aren't
+        sharded, they are copied to the other ranks for each new trainer."""
+        super().__init__(model)
         self.ranks = ranks
-        self.model = model
         self.make_trainer = make_trainer
-        self.work = copy.deepcopy(model) if ranks.sharded else model
-        """The model that is trained. It is a copy if weights are sharded, because sampling needs a whole `model`."""
-        ranks.shard(self.work)
+        self.empty = emptied(model) if ranks.sharded and empty is None else empty
+        ranks.shard(model)
+        self._named = dict(model.state_dict(keep_vars=True))
+        self._given: Mapping[str, Tensor] = {}
+        """Weights that rank 0 is about to distribute."""
         self.member: Trainer
         """This rank's own trainer."""
         self.held: Prepared
@@ -83,8 +96,40 @@ class Processes:
         self.places = torch.zeros(0, dtype=torch.int64)
         """Positions of this rank's tokens in the stream of the most recently prepared batch."""
         self._busy = False
+        self._lock = threading.Lock()
 
     # On rank 0
+
+    def weights(self, *, copied: bool = False) -> Mapping[str, Tensor]:
+        """Return the current weights by name. Sharded weights are never copied: each is gathered when it is read, so
+        read them before the next update. Only for rank 0."""
+        return GatheredWeights(self) if self.ranks.sharded else super().weights(copied=copied)
+
+    def whole(self) -> nn.Module:
+        """Return a copy of the model with the current weights. It is whole, and only on rank 0. Only for rank 0."""
+        if self.empty is None:
+            return super().whole()
+        made = copy.deepcopy(self.empty)
+        fill(made, self.weights(), next(self.model.parameters()).device)
+        return made
+
+    def unsharded(self) -> nn.Module:
+        return self.whole() if self.ranks.sharded else self.model
+
+    def put(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace the weights on all ranks. Only for rank 0."""
+        if not self.ranks.sharded:
+            return super().put(weights)  # `_fetch` copies them to the other ranks
+        self._given = weights
+        self.on_all("put")
+        self._given = {}
+
+    def call(self, function: Callable[..., T], **arguments: object) -> T:
+        """Return `function(model, **arguments)`, computed with whole weights on every rank. `function` must be at the
+        top level of a module. Only for rank 0."""
+        if not self.ranks.sharded:
+            return super().call(function, **arguments)
+        return cast(T, self.on_all("call", function=function, arguments=arguments))
 
     def trainer(self, phase: str) -> PolicyTrainer:
         """Return a new trainer for `phase`. All ranks share its work. Only for rank 0."""
@@ -93,11 +138,12 @@ class Processes:
 
     def on_all(self, command: str, **arguments: object) -> object:
         """Run one command on every rank and return this rank's result. Only for rank 0."""
-        self._busy = True
-        self.ranks.broadcast((command, arguments))
-        found = self._run(command, arguments)
-        self._busy = False
-        return found
+        with self._lock:  # commands may come from several threads
+            self._busy = True
+            self.ranks.broadcast((command, arguments))
+            found = self._run(command, arguments)
+            self._busy = False
+            return found
 
     def finish(self, result: object) -> None:
         """Make `follow` return `result` on the other ranks. Only for rank 0."""
@@ -138,16 +184,21 @@ class Processes:
 
     def _enter(self, phase: str) -> None:
         self._fetch()
-        self.member = self.make_trainer(phase, self.work, self.ranks)
+        self.member = self.make_trainer(phase, self.model, self.ranks)
 
     def _fetch(self) -> None:
-        """Copy rank 0's weights into `model` and `work` on every rank."""
+        """Copy rank 0's weights into `model` on every rank, unless they are sharded."""
         self.ranks.copy(self.model)
-        if self.work is not self.model:
-            there = self.work.state_dict()
-            with torch.no_grad():
-                for name, tensor in self.ranks.part(self.model.state_dict(), there).items():
-                    there[name].copy_(tensor)
+
+    def _gather(self, name: str) -> Tensor:
+        return Whole(self._named)[name].detach()
+
+    def _put(self) -> None:
+        how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(self.model, dict(self._given), options=how)
+
+    def _call(self, function: Callable[..., T], arguments: Mapping[str, Any]) -> T:
+        return self.ranks.run(self.model, partial(function, self.model, **arguments))
 
     def _prepare(
         self,
@@ -188,8 +239,6 @@ class Processes:
         own = self.member.demonstrations_of(self._own_demonstrations(demonstrations))
         held = replace(self.held, demonstrations=own)
         stats = self.member.step(held, episodes=None if episodes is None else episodes[self.mine])
-        if self.work is not self.model:
-            self.model.load_state_dict(self.ranks.whole(dict(self.work.state_dict())))
         result = (self.places, stats.weight, stats.sums, stats.loss, stats.parts, stats.skipped)
         return stats, self.ranks.all_gather(result)
 
@@ -202,6 +251,29 @@ class Processes:
     def _load(self, state: TrainerState) -> None:
         self._fetch()
         self.member.load_state_dict(state)
+
+
+class GatheredWeights(Mapping[str, Tensor]):
+    """The current weights of a sharded model, for rank 0. A weight is gathered from all ranks when it is read, and not
+    kept."""
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        named = processes.model.state_dict(keep_vars=True)
+        like = {p: torch.empty(p.shape, dtype=p.dtype, device="meta") for p in named.values()}
+        self.like = {name: like[p] for name, p in named.items()}
+        """Tensors on the meta device with the weights' shapes and dtypes. Tied weights are the same tensor."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.like:
+            raise KeyError(name)
+        return cast(Tensor, self._processes.on_all("gather", name=name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.like)
+
+    def __len__(self) -> int:
+        return len(self.like)
 
 
 @dataclass(frozen=True, kw_only=True)

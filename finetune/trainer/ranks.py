@@ -27,6 +27,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ...agents.engines.embedded.pretrained import fill
 from ...tapes.errors import TapereelError
 from ..objective import Sums
 from .micro_batches import Micro
@@ -69,8 +70,13 @@ class Ranks:
         have the same number."""
         return micros
 
-    def shard(self, model: nn.Module) -> None:
+    def shard(
+        self, model: nn.Module, weights: Mapping[str, Tensor] | None = None, device: torch.device | None = None
+    ) -> None:
         """Replace each weight with this rank's part of it, if the ranks shard weights. A second call changes nothing.
+
+        An empty model gets its `weights` on `device`, one layer at a time, so no rank holds the whole model. Without
+        `weights`, rank 0's own weights are distributed.
 
         Call this before making an optimiser. Sharding replaces the parameters, and an optimiser that was made before
         would change the old ones, which the model no longer uses.
@@ -102,7 +108,7 @@ class Ranks:
         return value
 
     def copy(self, model: nn.Module) -> None:
-        """Copy rank 0's weights and buffers into `model` on every rank."""
+        """Copy rank 0's weights and buffers into `model` on every rank. A sharded model isn't changed."""
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """Return a context that raises RankLost if a connection is lost inside it. The error's message names `what`
@@ -222,18 +228,32 @@ class ShardedRanks(DataParallelRanks):
         most = int(self.add_up(counts).max())
         return [*micros, *(Micro.idle() for _ in range(most - len(micros)))]
 
-    def shard(self, model: nn.Module) -> None:
+    def copy(self, model: nn.Module) -> None:
+        if id(model) not in self._roots:
+            super().copy(model)
+
+    def shard(
+        self, model: nn.Module, weights: Mapping[str, Tensor] | None = None, device: torch.device | None = None
+    ) -> None:
         if id(model) in self._roots:
             return
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
-        kind = next(model.parameters()).device.type
+        if weights is None:
+            self.copy(model)
+        device = device or next(model.parameters()).device
+        kind = device.type
         group = self.group or distributed.group.WORLD
         assert group is not None
         mesh = DeviceMesh.from_group(group, kind)
         root = _Root(model)
         for block in _blocks(model):
+            if weights is not None:
+                fill(model, weights, device, block)
             fully_shard(block, mesh=mesh)
+        if weights is not None:
+            fill(model, weights, device)
+            model.to(device)  # buffers
         # Weights are whole only during a forward or backward pass. Between two passes, a weight is this rank's part of
         # it.
         fully_shard(root, mesh=mesh, reshard_after_forward=True)
@@ -259,9 +279,26 @@ class ShardedRanks(DataParallelRanks):
         return _mapped(tree, self._cut, like)
 
     def _cut(self, tensor: Tensor, like: Any) -> Tensor:
-        if not isinstance(like, DTensor):
+        if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
             return tensor
         return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+class Whole(Mapping[str, Tensor]):
+    """A state dict whose sharded tensors are gathered when they are read. All ranks must read the same names in the
+    same order."""
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self._state = state
+
+    def __getitem__(self, name: str) -> Tensor:
+        return _whole(self._state[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
 
 
 class _Root(nn.Module):

@@ -23,7 +23,7 @@ from ...tapes.places import keys
 from ...tapes.store.disk import REAL, put_file, read_file
 from ..data.rows import Row
 from ..data.stream import BadBatch
-from .ranks import Ranks
+from .ranks import Ranks, Whole
 
 
 class OtherModel:
@@ -34,7 +34,7 @@ class OtherModel:
 
     def __init__(self, model: nn.Module, name: str = "another model", vision: Vision | None = None) -> None:
         self.model, self.name, self.vision = model.eval(), name, vision
-        self.digest = weights_digest(model.state_dict())
+        self.digest = weights_digest(Whole(model.state_dict()))
 
     def __str__(self) -> str:
         return f"{self.name} sha256:{self.digest}"
@@ -152,7 +152,7 @@ class EarlierWeights(OtherModel):
         if self.every is not None and self.updates % self.every == 0:
             for key, p in self._policy.items():
                 self._weights[key].lerp_(p, 1 - self.decay)
-            self.digest = weights_digest(self.ranks.whole(self._weights))
+            self.digest = weights_digest(Whole(self._weights))
 
     def state_dict(self) -> dict[str, object]:
         return {"weights": self.ranks.whole(self._weights), "updates": self.updates}
@@ -162,7 +162,7 @@ class EarlierWeights(OtherModel):
         for key, tensor in self.ranks.part(weights, self._weights).items():
             self._weights[key].copy_(tensor)
         self.updates = cast(int, state["updates"])
-        self.digest = weights_digest(self.ranks.whole(self._weights))
+        self.digest = weights_digest(Whole(self._weights))
 
 
 def _known(column: NDArray[np.float32] | None) -> NDArray[np.float32]:

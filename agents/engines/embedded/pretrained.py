@@ -5,6 +5,7 @@ A name that isn't a directory is looked up on the hub (`tapes/common/hub.py`). N
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -53,6 +54,8 @@ class Pretrained:
     """How the model reads pictures, or None for a text model."""
     ends: tuple[str, ...] = ()
     """The tokens that end an answer, as the model's `generation_config.json` lists them."""
+    weights: Mapping[str, Tensor] | None = None
+    """The weights of an empty model. None if the model has its weights."""
 
 
 def load_pretrained(
@@ -62,13 +65,17 @@ def load_pretrained(
     dtype: Dtype = "float32",
     attention: Attention | None = None,
     video: VideoTokens = "frames",
+    empty: bool = False,
 ) -> Pretrained:
     """Load the model and tokenizer in `folder` to `device`, with weights in `dtype`.
 
     `folder` may also be a name on the hub. See `device_of` for the names of devices. Adapters stay in float32. If
-    `attention` is None, transformers selects the implementation. Raises UsageError if the folder or device is missing,
-    if the folder has no usable model, or if the model reads more than text and its family is unknown or fails
-    `prove_vision`. Raises Corrupt like `check_folder`, and MissingExtra if native video is used without torchvision."""
+    `attention` is None, transformers selects the implementation. With `empty`, the parameters of a text model take no
+    memory until `fill` reads them, if the folder allows it (see `_empty`): they are on the meta device.
+
+    Raises UsageError if the folder or device is missing, if the folder has no usable model, or if the model reads more
+    than text and its family is unknown or fails `prove_vision`. Raises Corrupt like `check_folder`, and MissingExtra if
+    native video is used without torchvision."""
     from ...vision.families import family_of, prove_vision
 
     folder = model_folder(folder)
@@ -76,12 +83,14 @@ def load_pretrained(
     tokenizer = load_tokenizer(folder)
     where = device_of(device)
     base = _base_of(Path(folder))
-    model = _loaded(Path(folder if base is None else base), dtype, attention, video)
+    model, weights = _loaded(
+        Path(folder if base is None else base), dtype, attention, video, empty=empty and base is None
+    )
     family = family_of(model.config, folder)
     vision = None if family is None else family(model.config, tokenizer, folder, video)
     if base is not None:
         model = _adapted(model, folder)
-    model = placed(model.eval(), where)
+    model = model.eval() if weights is not None else placed(model.eval(), where)
     if vision is not None:
         import torch
 
@@ -89,10 +98,13 @@ def load_pretrained(
         # depend on the other pictures in its batch, and log-probs in a replay would be off by up to 5e-4 nats.
         torch.backends.cudnn.allow_tf32 = False
         prove_vision(model, vision)
-    return Pretrained(model, tokenizer, vision, end_tokens(folder, tokenizer))
+    return Pretrained(model, tokenizer, vision, end_tokens(folder, tokenizer), weights)
 
 
-def _loaded(folder: Path, dtype: Dtype, attention: Attention | None, video: VideoTokens) -> Any:
+def _loaded(
+    folder: Path, dtype: Dtype, attention: Attention | None, video: VideoTokens, *, empty: bool
+) -> tuple[Any, Mapping[str, Tensor] | None]:
+    """Return the model in `folder`, and the weights that it lacks or None."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -103,7 +115,10 @@ def _loaded(folder: Path, dtype: Dtype, attention: Attention | None, video: Vide
             config = AutoConfig.from_pretrained(str(folder), **LOADING)
             # The family decides, because AutoModelForCausalLM loads many vision models without their tower, and raises
             # no error.
-            auto = AutoModelForImageTextToText if family_of(config, folder, video) else AutoModelForCausalLM
+            sees = family_of(config, folder, video) is not None
+            auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+            if empty and not sees and (found := _empty(folder, config, dtype, attention)) is not None:
+                return found
             loaded: Any = auto.from_pretrained(
                 str(folder),
                 **LOADING,
@@ -124,7 +139,97 @@ def _loaded(folder: Path, dtype: Dtype, attention: Attention | None, video: Vide
             f"the model in {folder} lacks {len(missing)} weights ({', '.join(missing[:3])} ...): they would "
             "be random; save it with model.save_pretrained"
         )
-    return model
+    return model, None
+
+
+def _empty(
+    folder: Path, config: Any, dtype: Dtype, attention: Attention | None
+) -> tuple[Any, Mapping[str, Tensor]] | None:
+    """Return the model with parameters on the meta device, and its weights, which are read from their files on access.
+
+    Return None if the files don't have the model's weights under the model's own names, as for some mixtures of
+    experts, or if some weights have another dtype than the model. Such models need transformers' own loading.
+    """
+    import torch
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    weights = StoredWeights(folder)
+    with init_empty_weights(include_buffers=False):
+        model: Any = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype), attn_implementation=attention, trust_remote_code=False
+        )
+    model.tie_weights()
+    names: dict[Any, set[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(tensor, set()).add(name)
+    mixed = model._keep_in_fp32_modules_strict and dtype != "float32"
+    if mixed or not all(own & weights.keys() for own in names.values()):
+        return None
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in weights:
+                buffer.copy_(weights[name])
+    return model, weights
+
+
+class StoredWeights(Mapping[str, "Tensor"]):
+    """The weights in the safetensors files of a model folder, by name. Each is read when it is accessed, and nothing is
+    kept."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import safe_open
+
+        self._files: dict[str, Path] = {}
+        for path in sorted(folder.glob("model*.safetensors")):
+            with safe_open(path, "pt") as file:
+                self._files.update(dict.fromkeys(file.keys(), path))
+
+    def __getitem__(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self._files[name], "pt") as file:
+            return file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def emptied(model: ModelT) -> ModelT:
+    """Return a copy of the model that has no weights: its parameters are on the meta device and take no memory. Buffers
+    are copied."""
+    import torch
+
+    # `deepcopy` uses what it finds in this dictionary instead of copying a parameter.
+    memo: dict[int, Any] = {
+        id(p): torch.nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
+    }
+    return copy.deepcopy(model, memo)
+
+
+def fill(
+    model: torch.nn.Module, weights: Mapping[str, Tensor], device: torch.device, part: torch.nn.Module | None = None
+) -> None:
+    """Replace the parameters of an empty model with `weights` on `device`, in the parameters' dtypes. Tied weights stay
+    tied. With `part`, fill only this submodule."""
+    import torch
+
+    names: dict[Any, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(p, []).append(name)
+    made: dict[Any, Any] = {}
+    for module in (model if part is None else part).modules():
+        for key, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            if p.is_meta:
+                if p not in made:
+                    value = weights[next(name for name in names[p] if name in weights)]
+                    made[p] = torch.nn.Parameter(value.detach().to(device, p.dtype), p.requires_grad)
+                module.register_parameter(key, made[p])
 
 
 def _base_of(folder: Path) -> str | None:

@@ -11,11 +11,13 @@ a folder, or receive them over NCCL.
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
+import struct
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ....tapes.errors import TapereelError
 from ..engine import PublishMode
@@ -25,6 +27,19 @@ from .sleeping import Part, Rests
 if TYPE_CHECKING:
     from torch import Tensor
 
+DTYPES = {
+    "torch.float64": "F64",
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.int64": "I64",
+    "torch.int32": "I32",
+    "torch.int16": "I16",
+    "torch.int8": "I8",
+    "torch.uint8": "U8",
+    "torch.bool": "BOOL",
+}
+"""The names of dtypes in a safetensors file."""
 UNKNOWN = "unknown: "
 """Prefix of the version name if a server's weights are unknown."""
 
@@ -221,6 +236,7 @@ def check_weights(state: Mapping[str, Tensor], model: Path) -> None:
             expected |= {_own(name): tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     if not expected:
         return
+    state = described(state)
     names = {_own(name) for name in state}
     wrong = next((name for name in expected if name not in names), None)
     if wrong is not None:
@@ -241,8 +257,6 @@ def write_weights(state: Mapping[str, Tensor], folder: Path, model: Path) -> Non
 
     The files are written to a hidden folder, which is renamed at the end, so `folder` is never incomplete. An existing
     `folder` is removed just before the rename, so after a crash, it may be missing."""
-    from safetensors.torch import save_file
-
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -250,18 +264,44 @@ def write_weights(state: Mapping[str, Tensor], folder: Path, model: Path) -> Non
         # The index isn't copied, because it lists weight files that exist in `model` but not in this folder.
         if not path.name.endswith(".safetensors.index.json"):
             shutil.copy2(path, partial / path.name)
-    seen: set[int] = set()
-    tensors = {}
-    for name in sorted(state):
-        tensor = state[name].detach().cpu().contiguous()
-        # A tied weight is stored once, under its first name in sorted order, which is the head's name. This matters for
-        # vLLM's CPU build, which updates its packed copy of the head only if the file contains the head's name.
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            tensors[name] = tensor
-    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    write_tensors(state, partial / "model.safetensors")
     shutil.rmtree(folder, ignore_errors=True)
     partial.replace(folder)
+
+
+def described(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return tensors with the shapes and dtypes of `state`. If weights are only gathered when they are read, none is
+    read (`GatheredWeights.like`)."""
+    return getattr(state, "like", state)
+
+
+def write_tensors(state: Mapping[str, Tensor], path: Path) -> None:
+    """Write `state` to a safetensors file. Tensors are read one at a time, unlike in `safetensors.torch.save_file`.
+
+    A tied weight is stored once, under its first name in sorted order, which is the head's name. This matters for
+    vLLM's CPU build, which updates its packed copy of the head only if the file contains the head's name.
+    """
+    import torch
+
+    like = described(state)
+    first: dict[Any, str] = {}
+    for name in sorted(like):
+        tensor = like[name]
+        first.setdefault((tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape), name)
+    # Large items come first, so that each tensor is aligned.
+    names = sorted(first.values(), key=lambda name: (-like[name].element_size(), name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        dtype, start, end = like[name].dtype, end, end + like[name].nbytes
+        header[name] = {"dtype": DTYPES[str(dtype)], "shape": list(like[name].shape), "data_offsets": [start, end]}
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(head)) + head)
+        for name in names:
+            tensor = state[name].detach().cpu().contiguous()
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 async def weight_version(server: Server) -> str | None:

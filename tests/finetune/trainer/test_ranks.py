@@ -123,6 +123,10 @@ def test_several_processes_give_the_account_that_one_process_gives(found, kind: 
     lead, follower = (found[f"{kind} shared"][rank][case.name] for rank in (0, 1))
     for one in (lead, alone):  # a rank counts by the reason it knows
         one["state"]["skips"] = sum(one["state"]["skips"].values())
+    assert lead["reads them"]
+    assert alone.pop("held") == 1
+    parts = lead.pop("held"), follower["held"]
+    assert parts == ((1, 1) if kind == "group" else pytest.approx((0.5, 0.5), abs=0.05))
     # Over eight steps of Adam, rounding grows. One process with other micro-batches differs from itself by 1.5e-11.
     same(lead, alone, case.name, atol=1e-10)
     assert follower["steps"] == len(lead["steps"])

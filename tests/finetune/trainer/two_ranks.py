@@ -19,7 +19,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from tapereel.agents.engines.embedded.pretrained import weights_digest
 from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import Episode
 from tapereel.finetune.recipes import get_recipe
@@ -188,8 +190,9 @@ def led(case: SharedCase, ranks: Ranks) -> dict[str, Any]:
         assert phase == "rl"
         critic = None
         if case.critic is not None:
-            body = Critic.of(model) if case.critic == "own" else Critic.on(work)
-            critic = CriticTrainer(body, StepOptions(lr=0.1), ranks=ranks)
+            critic = CriticTrainer(
+                own_critic(processes) if case.critic == "own" else Critic.on(work), StepOptions(lr=0.1), ranks=ranks
+            )
         return Trainer(
             work,
             get_recipe(case.recipe, case.changes),
@@ -198,11 +201,13 @@ def led(case: SharedCase, ranks: Ranks) -> dict[str, Any]:
             critic=critic,
         )
 
-    processes = Processes(ranks, model, build)
     if ranks.rank:
         with torch.no_grad():
             next(iter(model.parameters())).zero_()  # rank 0's weights are those that count
-        return {"steps": processes.follow(), "weights": dict(model.state_dict())}
+    processes = Processes(ranks, model, build)
+    if ranks.rank:
+        steps = processes.follow()
+        return {"steps": steps, "weights": ranks.whole(dict(model.state_dict())), "held": held(processes)}
     steps: list[UpdateStats] = []
     state: Any = None
     with processes.leading():
@@ -221,8 +226,12 @@ def led(case: SharedCase, ranks: Ranks) -> dict[str, Any]:
                 demonstrations=shown,
             )
             state = trainer.state_dict()
+        read = weights_digest(processes.weights())
     processes.finish(len(steps))
+    weights = ranks.whole(dict(model.state_dict()))
     return {
+        "held": held(processes),
+        "reads them": read == weights_digest(weights),
         "steps": [
             [
                 s.skipped,
@@ -237,9 +246,25 @@ def led(case: SharedCase, ranks: Ranks) -> dict[str, Any]:
             ]
             for s in steps
         ],
-        "weights": dict(model.state_dict()),
+        "weights": weights,
         "state": state,
     }
+
+
+def held(processes: Processes) -> float:
+    """The share of the weights that this process holds."""
+    parameters = list(processes.model.parameters())
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    return sum(p.numel() for p in local) / sum(p.numel() for p in parameters)
+
+
+def own_critic(processes: Processes, vision: Any = None) -> Critic:
+    """A critic with a body of its own, as `Phases` makes it."""
+    if processes.empty is None:
+        return Critic.of(processes.model, vision=vision)
+    critic = Critic.of(processes.empty, vision=vision)
+    processes.ranks.shard(critic, critic.weights_of(processes.model), torch.device("cpu"))
+    return critic
 
 
 def three_groups(model: Any) -> tuple[list[Row], list[Episode]]:
@@ -268,9 +293,8 @@ def seen(case: str, ranks: Ranks) -> dict[str, Any]:
 
     def build(phase: str, work: Any, ranks: Ranks) -> Trainer:
         # With eps 1 a step is nearly linear in the gradient, so that its rounding isn't enlarged.
-        critic = CriticTrainer(
-            Critic.of(model, vision=found.vision), StepOptions(lr=0.1, eps=1.0, micro_tokens=30), ranks=ranks
-        )
+        body = own_critic(processes, found.vision) if case == "shared out" else Critic.of(model, vision=found.vision)
+        critic = CriticTrainer(body, StepOptions(lr=0.1, eps=1.0, micro_tokens=30), ranks=ranks)
         options = TrainerOptions(lr=0.1, eps=1.0, micro_tokens=30)
         return Trainer(work, get_recipe("ppo"), options, critic=critic, ranks=ranks, vision=found.vision)
 
@@ -282,7 +306,7 @@ def seen(case: str, ranks: Ranks) -> dict[str, Any]:
         processes = Processes(ranks, model, build)
         if ranks.rank:
             processes.follow()
-            return {"weights": dict(model.state_dict())}
+            return {"weights": ranks.whole(dict(model.state_dict()))}
         with processes.leading():
             # A tape's method, which no other process can be sent.
             lock = threading.Lock()
