@@ -254,7 +254,7 @@ class History:
         }
         trainer: dict[str, Any] = {"rng": torch.get_rng_state()}
         if self.trainer is not None:
-            trainer |= self.trainer.state_dict()
+            trainer |= {} if self.held.shared else self.trainer.state_dict()
             options = self.trainer.options
             state["schedule"] = {"lr": options.lr, **options.schedule.model_dump(mode="json")}
         made = save_checkpoint(
@@ -354,8 +354,9 @@ class History:
 
     def _load(self, checkpoint: Checkpoint) -> None:
         # Weights and state are read before anything is changed, so that no part of a damaged checkpoint is used.
-        weights, state = checkpoint.weights(), checkpoint.trainer_state()
-        self.held.put(weights)
+        shared = self.held.shared  # then each process reads its own part
+        state = checkpoint.mapped("trainer.pt") if shared else checkpoint.trainer_state()
+        self.held.read(checkpoint)
         self.updates = checkpoint.update
         self.trained_tokens = int(checkpoint.state["trained_tokens"])
         self.cursor = int(checkpoint.state.get("cursor", 0))
@@ -363,7 +364,8 @@ class History:
         if "rng" in state:
             torch.set_rng_state(cast(Tensor, state["rng"]))
         if checkpoint.state["phase"]:
-            self.enter(checkpoint.state["phase"]).load_state_dict(cast(TrainerState, state))
+            trainer = self.enter(checkpoint.state["phase"])
+            trainer.resume(checkpoint) if shared else trainer.load_state_dict(cast(TrainerState, state))
 
     def _check_published(self) -> None:
         """Raise BrokenHistory if the restored weights differ from the published weights of the same version.

@@ -1,5 +1,8 @@
 """Checkpoints are directories that are either complete or absent, even after a crash.
 
+If processes share the weights, each writes its part of the weights and of the trainer's state, into the folders
+`policy` and `trainer` (torch.distributed.checkpoint). Any number of processes can read them, also a single one.
+
 A checkpoint holds the policy in Hugging Face format and the trainer's state (optimiser, counts, reward moments, KL
 coefficients, running average, critic, random numbers). `taught.jsonl` has the digests of every tape that was trained
 on. `state.json` has the facts that the loop needs to continue the run, and that an auditor checks.
@@ -14,13 +17,19 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from ...agents.engines.embedded.pretrained import quiet_transformers, weights_digest
 from ...agents.vision.vision import PictureTokens
@@ -35,6 +44,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 STATE, TAUGHT = "state.json", "taught.jsonl"
+POLICY, TRAINER = "policy", "trainer"
+"""Folders with the parts that several processes have written."""
+TIED = "tied.json"
+"""Names of tensors that are written under another name."""
+FILE_BYTES = 2**26
+"""Tensors are written in files of about this size per process, because each file is prepared in memory."""
+PART = "part"
 _PARTIAL, _GONE = ".partial", ".gone"
 """Suffixes for a directory that is being written, and for one that is being deleted."""
 
@@ -55,11 +71,24 @@ class Checkpoint:
 
     def trainer_state(self) -> dict[str, object]:
         """Return the trainer's state, as `Trainer.state_dict()` returned it."""
+        return joined(self.rest(), read_parts(self.path / TRAINER) if self.shared else {})
+
+    def rest(self) -> dict[str, object]:
+        """Return the trainer's state without the tensors that several processes have written."""
         return self._load("trainer.pt")
+
+    def mapped(self, name: str) -> dict[str, object]:
+        """Return the content of `policy.pt` or `trainer.pt`. Its tensors are read from the file when they are used."""
+        return self._load(name, mmap=True)
+
+    @property
+    def shared(self) -> bool:
+        """Whether several processes have written their parts."""
+        return (self.path / POLICY).is_dir()
 
     def weights(self) -> dict[str, Tensor]:
         """Return the policy's parameters by name. Raises BadCheckpoint if their digest isn't the recorded one."""
-        weights = self._load("policy.pt")
+        weights = read_parts(self.path / POLICY) if self.shared else self._load("policy.pt")
         found = weights_digest(weights)
         if found != self.state["digest"]:
             raise BadCheckpoint(
@@ -89,10 +118,11 @@ class Checkpoint:
             )
         return {tape: tuple(pin) for tape, *pin in map(json.loads, data.splitlines())}
 
-    def _load(self, name: str) -> dict[str, Any]:
+    def _load(self, name: str, *, mmap: bool = False) -> dict[str, Any]:
         try:
             with REAL.open(self.path / name) as file:
-                return torch.load(file, map_location="cpu", weights_only=True)
+                source = self.path / name if mmap else file
+                return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
         except Exception as error:  # torch raises many types of error for a broken file
             raise BadCheckpoint(f"{self.path / name} can't be read: {type(error).__name__}: {error}") from error
 
@@ -116,13 +146,30 @@ class ModelWeights:
         """Return a copy of the model with the current weights."""
         return copy.deepcopy(self.model)
 
-    def unsharded(self) -> nn.Module:
-        """Return a model with the current weights to save."""
-        return self.model
+    def save(self, folder: Path) -> dict[str, object]:
+        """Write the weights to `folder`. If processes share them, write the tensors of the trainer's state too, and
+        return the rest of this state."""
+        torch.save(copied_weights(self.model), folder / "policy.pt")
+        return {}
 
-    def put(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the weights."""
-        self.model.load_state_dict(weights)
+    def save_pretrained(self, folder: Path, averaged: Mapping[str, Tensor] | None = None) -> None:
+        """Write the model in Hugging Face format, if it can be. With `averaged`, these weights replace its own."""
+        model = self.model
+        if averaged is not None:
+            model = self.whole()
+            model.load_state_dict(averaged, strict=False)
+        if hasattr(model, "save_pretrained"):
+            with quiet_transformers():
+                cast("PreTrainedModel", model).save_pretrained(folder)
+
+    @property
+    def shared(self) -> bool:
+        """Whether several processes share the weights."""
+        return False
+
+    def read(self, checkpoint: Checkpoint) -> None:
+        """Replace the weights with those in the checkpoint."""
+        self.model.load_state_dict(checkpoint.weights())
 
     def call(self, function: Callable[..., T], **arguments: object) -> T:
         """Return `function(model, **arguments)`."""
@@ -133,6 +180,80 @@ def copied_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return a copy of every parameter and buffer in the model's `state_dict`. Another thread can use it while the
     model changes."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def write_parts(folder: Path, tensors: Mapping[str, Tensor], group: distributed.ProcessGroup | None = None) -> None:
+    """Write this process's part of `tensors`, which may be sharded, to safetensors files in `folder`. A tensor with
+    several names is written once. All processes of the group must call this together."""
+    first: dict[Tensor, str] = {}
+    tied = {name: first.setdefault(tensor, name) for name, tensor in tensors.items()}
+    tensors = {name: tensor.detach() for tensor, name in first.items()}
+    files, size = dict[str, int](), 0
+    for name, tensor in tensors.items():
+        files[name] = 1 + size // FILE_BYTES
+        size += (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+    # A rank's part may be smaller than rank 0's, so rank 0's division into files is used (see `prepare_global_plan`).
+    dcp.save(
+        dict(tensors),
+        storage_writer=HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True),
+        process_group=group,
+    )
+    if distributed.get_rank(group) == 0:
+        (folder / TIED).write_text(json.dumps({name: own for name, own in tied.items() if name != own}))
+
+
+def read_parts(
+    folder: Path, tensors: Mapping[str, Tensor] | None = None, group: distributed.ProcessGroup | None = None
+) -> dict[str, Tensor]:
+    """Read what `write_parts` wrote. Without `tensors`, return whole tensors. With `tensors`, which may be sharded
+    differently, read into them, and return those that are in the files. All processes of the group must then call this
+    together. Raises BadCheckpoint if a file can't be read."""
+    try:
+        stored = cast("dict[str, TensorStorageMetadata]", _reader(folder).read_metadata().state_dict_metadata)
+        if tensors is None:
+            found = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in stored.items()}
+        else:
+            found = {name: tensor for name, tensor in tensors.items() if name in stored}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            if found:
+                dcp.load(dict(found), storage_reader=_reader(folder), process_group=group, no_dist=tensors is None)
+        tied: dict[str, str] = json.loads(read_file(folder / TIED))
+    except (OSError, ValueError, SafetensorError, CheckpointException) as error:
+        raise BadCheckpoint(f"{folder} can't be read: {type(error).__name__}: {error}") from error
+    if tensors is not None and (lacking := stored.keys() - found.keys()):
+        raise BadCheckpoint(f"{folder} has {min(lacking)}, which this trainer lacks: use the settings of the run")
+    return {**found, **{name: found[own] for name, own in tied.items()}}
+
+
+def _reader(folder: Path) -> HuggingFaceStorageReader:
+    return HuggingFaceStorageReader(str(folder))
+
+
+def taken_apart(tree: object, path: str = "") -> tuple[object, dict[str, Tensor]]:
+    """Split a tree of dicts, lists and tuples into the tree with a `{PART: name}` for each tensor, and the tensors by
+    name."""
+    if isinstance(tree, Tensor):
+        return {PART: path}, {path: tree}
+    if not isinstance(tree, dict | list | tuple):
+        return tree, {}
+    pairs = list(cast("Mapping[Any, object]", tree).items() if isinstance(tree, dict) else enumerate(tree))
+    parts = [(key, *taken_apart(value, f"{path}/{key}")) for key, value in pairs]
+    tensors = {name: tensor for _, _, own in parts for name, tensor in own.items()}
+    if isinstance(tree, dict):
+        return {key: rest for key, rest, _ in parts}, tensors
+    return type(tree)(rest for _, rest, _ in parts), tensors
+
+
+def joined(tree: T, tensors: Mapping[str, Tensor]) -> T:
+    """Undo `taken_apart`."""
+    return cast(T, _joined(tree, tensors))
+
+
+def _joined(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(tree, dict):
+        return tensors[tree[PART]] if PART in tree else {key: _joined(value, tensors) for key, value in tree.items()}
+    return type(tree)(_joined(value, tensors) for value in tree) if isinstance(tree, list | tuple) else tree
 
 
 def save_checkpoint(
@@ -161,22 +282,19 @@ def save_checkpoint(
     partial = directory / f".{target.name}.{os.getpid()}{_PARTIAL}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    weights = dict(held.weights(copied=True))
-    full = {**state, "update": update, "digest": weights_digest(weights)}
+    full = {**state, "update": update, "digest": weights_digest(held.weights())}
     if taught is not None:
         lines = "".join(json.dumps([tape, *pin]) + "\n" for tape, pin in taught.items()).encode()
         (partial / TAUGHT).write_bytes(lines)
         full["taught"] = {"tapes": len(taught), "sha256": hashlib.sha256(lines).hexdigest()}
-    torch.save(weights, partial / "policy.pt")
-    torch.save(dict(trainer_state), partial / "trainer.pt")
+    trainer_state = {**trainer_state, **held.save(partial)}
+    torch.save(trainer_state, partial / "trainer.pt")
     averaged = cast("dict[str, Tensor] | None", trainer_state.get("averaged"))
-    for folder, one in (("hf", held.unsharded()), ("hf-averaged", _with(held.whole(), averaged) if averaged else None)):
-        if one is not None and hasattr(one, "save_pretrained"):
-            with quiet_transformers():
-                cast("PreTrainedModel", one).save_pretrained(partial / folder)
-        if one is not None and tokenizer is not None:
+    for folder, weights in (("hf", None), *([("hf-averaged", averaged)] if averaged else [])):
+        held.save_pretrained(partial / folder, weights)
+        if tokenizer is not None:
             tokenizer.save_pretrained(partial / folder)
-        if one is not None and pictures is not None:
+        if pictures is not None:
             pictures.save(partial / folder)
     (partial / STATE).write_text(json.dumps(full, indent=1, sort_keys=True) + "\n")
     for path in (*partial.rglob("*"), partial):
@@ -194,12 +312,6 @@ def save_checkpoint(
         shutil.rmtree(old)
     _sync(directory)  # without this, a power failure can undo the rename
     return Checkpoint(target, update, full)
-
-
-def _with(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
-    """Load `weights` into the model and return it."""
-    model.load_state_dict(weights, strict=False)
-    return model
 
 
 def prune(directory: Path, *, keep: int | None = None, keep_bytes: int | None = None, best: int | None = None) -> None:

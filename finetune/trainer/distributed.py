@@ -22,18 +22,30 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from transformers import PreTrainedModel
 
-from ...agents.engines.embedded.pretrained import emptied, fill
+from ...agents.engines.embedded.pretrained import emptied, fill, quiet_transformers, weights_digest
+from ...agents.engines.weights.weight_sync import write_tensors
+from ...tapes.errors import TapereelError
 from ..data.rows import Row
 from ..data.stream import BadBatch, Episode, Stream
 from ..objective import Sums
 from ..objective import loss as objective
-from .checkpoint import ModelWeights
+from .checkpoint import (
+    POLICY,
+    TRAINER,
+    Checkpoint,
+    ModelWeights,
+    joined,
+    read_parts,
+    taken_apart,
+    write_parts,
+)
 from .ranks import DataParallelRanks, RankLost, Ranks, ShardedRanks, Whole
 from .trainer import Trainer
 from .updates import PolicyTrainer, Prepared, Skip, TrainerState, UpdateStats, imitation_part
@@ -85,8 +97,6 @@ class Processes(ModelWeights):
         self.empty = emptied(model) if ranks.sharded and empty is None else empty
         ranks.shard(model)
         self._named = dict(model.state_dict(keep_vars=True))
-        self._given: Mapping[str, Tensor] = {}
-        """Weights that rank 0 is about to distribute."""
         self.member: Trainer
         """This rank's own trainer."""
         self.held: Prepared
@@ -113,16 +123,45 @@ class Processes(ModelWeights):
         fill(made, self.weights(), next(self.model.parameters()).device)
         return made
 
-    def unsharded(self) -> nn.Module:
-        return self.whole() if self.ranks.sharded else self.model
+    @property
+    def shared(self) -> bool:
+        return self.ranks.sharded
 
-    def put(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the weights on all ranks. Only for rank 0."""
-        if not self.ranks.sharded:
-            return super().put(weights)  # `_fetch` copies them to the other ranks
-        self._given = weights
-        self.on_all("put")
-        self._given = {}
+    def save(self, folder: Path) -> dict[str, object]:
+        """Write each rank's part of the weights and of the trainer's state. Only for rank 0."""
+        return cast("dict[str, object]", self.on_all("save", folder=folder)) if self.shared else super().save(folder)
+
+    def save_pretrained(self, folder: Path, averaged: Mapping[str, Tensor] | None = None) -> None:
+        """Write the model in Hugging Face format. Weights are gathered one at a time, unless transformers must convert
+        them together. Only for rank 0."""
+        model = self.empty
+        if model is None:
+            return super().save_pretrained(folder, averaged)
+        weights = GatheredWeights(self, averaged=averaged is not None)
+        if hasattr(model, "save_pretrained") and (hasattr(model, "peft_config") or _converts(model)):
+            made = copy.deepcopy(model)
+            fill(made, weights, next(self.model.parameters()).device)
+            with quiet_transformers():
+                cast("PreTrainedModel", made).save_pretrained(folder)
+        elif isinstance(model, PreTrainedModel):
+            model.config.dtype, model.config.architectures = model.dtype, [type(model).__name__]
+            model.config.save_pretrained(folder)
+            if model.can_generate() and model.generation_config is not None:
+                model.generation_config.save_pretrained(folder)
+            write_tensors(weights, folder / "model.safetensors")
+
+    def read(self, checkpoint: Checkpoint) -> None:
+        """Replace the weights with those in the checkpoint, of which each rank reads its part. Raises TapereelError if
+        they aren't those that were saved. Only for rank 0."""
+        if not self.shared:
+            return super().read(checkpoint)
+        self.on_all("read", checkpoint=checkpoint)
+        found = weights_digest(self.weights())
+        if found != checkpoint.state["digest"]:
+            raise TapereelError(
+                f"{checkpoint.path}: the weights have digest {found}, state.json says {checkpoint.state['digest']}: "
+                "they were changed or damaged; delete this folder to continue from another checkpoint"
+            )
 
     def call(self, function: Callable[..., T], **arguments: object) -> T:
         """Return `function(model, **arguments)`, computed with whole weights on every rank. `function` must be at the
@@ -190,12 +229,38 @@ class Processes(ModelWeights):
         """Copy rank 0's weights into `model` on every rank, unless they are sharded."""
         self.ranks.copy(self.model)
 
-    def _gather(self, name: str) -> Tensor:
-        return Whole(self._named)[name].detach()
+    def _gather(self, name: str, averaged: bool) -> Tensor:
+        own = self._named[name]
+        if averaged:
+            of = {p: self.member.averaged[name] for name, p in self.member.parameters.items()}
+            own = of.get(own, own)
+        return Whole({name: own})[name].detach()
 
-    def _put(self) -> None:
-        how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(self.model, dict(self._given), options=how)
+    def _save(self, folder: Path) -> object:
+        write_parts(folder / POLICY, self._named, self.ranks.group)
+        if not hasattr(self, "member"):  # no phase has begun
+            return {}
+        rest, tensors = taken_apart(self.member.own_state())
+        write_parts(folder / TRAINER, tensors, self.ranks.group)
+        return rest
+
+    def _read(self, checkpoint: Checkpoint) -> None:
+        own = dict(self.model.state_dict())
+        if checkpoint.shared:
+            read_parts(checkpoint.path / POLICY, own, self.ranks.group)
+            return
+        with torch.no_grad():
+            for name, tensor in self.ranks.part(cast("dict[str, Tensor]", checkpoint.mapped("policy.pt")), own).items():
+                own[name].copy_(tensor)
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.shared:
+            self.member.fill_optimizers()
+            tensors = taken_apart(self.member.own_state())[1]
+            state = joined(checkpoint.rest(), read_parts(checkpoint.path / TRAINER, tensors, self.ranks.group))
+        else:
+            state = checkpoint.mapped("trainer.pt")
+        self.member.load_state_dict(cast(TrainerState, state))
 
     def _call(self, function: Callable[..., T], arguments: Mapping[str, Any]) -> T:
         return self.ranks.run(self.model, partial(function, self.model, **arguments))
@@ -257,8 +322,9 @@ class GatheredWeights(Mapping[str, Tensor]):
     """The current weights of a sharded model, for rank 0. A weight is gathered from all ranks when it is read, and not
     kept."""
 
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
+    def __init__(self, processes: Processes, *, averaged: bool = False) -> None:
+        """With `averaged`, the running average replaces the weights that are trained."""
+        self._processes, self._averaged = processes, averaged
         named = processes.model.state_dict(keep_vars=True)
         like = {p: torch.empty(p.shape, dtype=p.dtype, device="meta") for p in named.values()}
         self.like = {name: like[p] for name, p in named.items()}
@@ -267,7 +333,7 @@ class GatheredWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.like:
             raise KeyError(name)
-        return cast(Tensor, self._processes.on_all("gather", name=name))
+        return cast(Tensor, self._processes.on_all("gather", name=name, averaged=self._averaged))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.like)
@@ -370,6 +436,17 @@ class DistributedTrainer(PolicyTrainer):
     def load_state_dict(self, state: TrainerState) -> None:
         self._processes.on_all("load", state=state)
         self.steps = self._member.steps
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        if not self.ranks.sharded:
+            return super().resume(checkpoint)
+        self._processes.on_all("resume", checkpoint=checkpoint)
+        self.steps = self._member.steps
+
+
+def _converts(model: nn.Module) -> bool:
+    """Whether the files of a transformers model have other tensors than the model in memory."""
+    return bool(getattr(model, "_weight_conversions", None))
 
 
 def with_files(rows: Sequence[Row]) -> Sequence[Row]:

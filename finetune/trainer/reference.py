@@ -155,7 +155,7 @@ class EarlierWeights(OtherModel):
             self.digest = weights_digest(Whole(self._weights))
 
     def state_dict(self) -> dict[str, object]:
-        return {"weights": self.ranks.whole(self._weights), "updates": self.updates}
+        return {"weights": dict(self._weights), "updates": self.updates}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         weights = dict(cast("Mapping[str, Tensor]", state["weights"]))

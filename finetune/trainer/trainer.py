@@ -502,8 +502,12 @@ class Trainer(PolicyTrainer):
             other.end_update()
 
     def state_dict(self) -> TrainerState:
+        return self.ranks.whole(self.own_state())
+
+    def own_state(self) -> TrainerState:
+        """Return the same as `state_dict`, with this rank's part of each sharded tensor."""
         moments = self.moments
-        state = TrainerState(
+        return TrainerState(
             optimizer=self.optimizer.state_dict(),
             steps=self.steps,
             skips=dict(self.skips),
@@ -513,7 +517,13 @@ class Trainer(PolicyTrainer):
             critic=self.critic.state_dict() if self.critic else None,
             others={name: other.state_dict() for name, other in self.others.items()},
         )
-        return self.ranks.whole(state)
+
+    def fill_optimizers(self) -> None:
+        """Give the optimisers the state that they have after a step, so that a checkpoint can be read into it."""
+        for optimizer in (self.optimizer, *([self.critic.optimizer] if self.critic else [])):
+            for p in (p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state):
+                both = {name: torch.zeros_like(p, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device), **both}
 
     def load_state_dict(self, state: TrainerState) -> None:
         self.ranks.load(self.optimizer, state["optimizer"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from ..objective import Context, Sums
 from ..objective.loss import Batch, Part, prepare
 from ..objective.recipe import Recipe
 from ..recipes import get_recipe
+from .checkpoint import Checkpoint
 from .critic import CriticState
 from .options import TrainerOptions
 from .ranks import Ranks
@@ -214,6 +215,10 @@ class PolicyTrainer(ABC):
 
         The state consists of tensors, numbers and strings. Its tensors are whole, even if the weights are sharded.
         """
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Continue from the state in a checkpoint."""
+        self.load_state_dict(cast(TrainerState, checkpoint.trainer_state()))
 
     @abstractmethod
     def load_state_dict(self, state: TrainerState) -> None:

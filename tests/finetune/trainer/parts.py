@@ -1,0 +1,95 @@
+"""One of several processes that share the weights, the optimiser, the critic, the reference and the average.
+
+`python -m tapereel.tests.finetune.trainer.parts RANK SIZE FOLDER CHECKPOINT [UPDATE]` reads the checkpoint of UPDATE if
+there is one, trains up to UPDATES, and writes what came of it to FOLDER.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.trainer.checkpoint import read_checkpoint, save_checkpoint
+from tapereel.finetune.trainer.critic import CriticTrainer
+from tapereel.finetune.trainer.distributed import Processes
+from tapereel.finetune.trainer.options import StepOptions, TrainerOptions
+from tapereel.finetune.trainer.ranks import Ranks, ShardedRanks
+from tapereel.finetune.trainer.reference import EarlierWeights
+from tapereel.finetune.trainer.trainer import Trainer
+
+from ..build import tiny_model
+from .two_ranks import cut_off, held, own_critic, three_groups
+
+UPDATES, CUT = 20, 10
+RECIPE = {"regulariser": [{"kind": "kl", "beta": 0.1}]}
+
+
+def trained(ranks: Ranks, folder: Path, resumed: Path | None = None, *, save: bool = False) -> dict[str, Any]:
+    """What came of the updates on this rank: weights, state and share of the weights. With `save`, a checkpoint is
+    written to `folder` after CUT of them."""
+    model = tiny_model()
+    rows, episodes = three_groups(model)
+    episodes = cut_off(episodes)
+
+    def build(phase: str, work: nn.Module, ranks: Ranks) -> Trainer:
+        return Trainer(
+            work,
+            get_recipe("ppo", RECIPE),
+            TrainerOptions(lr=0.01, ema=0.9),
+            ranks=ranks,
+            reference=EarlierWeights(work, "base", every=4, decay=0.5, ranks=ranks),
+            critic=CriticTrainer(own_critic(processes), StepOptions(lr=0.01), ranks=ranks),
+        )
+
+    processes = Processes(ranks, model, build)
+    if ranks.rank:
+        processes.follow()
+    else:
+        with processes.leading():
+            done = 0
+            if resumed is not None:
+                checkpoint = read_checkpoint(resumed)
+                done = checkpoint.update
+                processes.read(checkpoint)
+            trainer = processes.trainer("rl")
+            if resumed is not None:
+                trainer.resume(read_checkpoint(resumed))
+            for update in range(done, UPDATES):
+                if save and update == CUT:
+                    state = {} if processes.shared else trainer.state_dict()
+                    save_checkpoint(folder, model, state, {}, update=update, held=processes)
+                assert all(stats.applied for stats in trainer.updates(rows, episodes))
+        processes.finish(None)
+    member = processes.member
+    return {
+        "weights": ranks.whole(dict(model.state_dict())),
+        "state": member.state_dict(),
+        "held": held(processes),
+        "critic": sum(p.numel() for p in (q.to_local() if ranks.sharded else q for q in _own(member))),  # type: ignore[operator]
+    }
+
+
+def _own(member: Trainer) -> list[Any]:
+    assert member.critic is not None
+    return list(member.critic.critic.parameters())
+
+
+def main(rank: int, size: int, folder: Path, resumed: Path | None) -> None:
+    torch.set_num_threads(1)
+    meet = f"file://{folder}/meet"
+    torch.distributed.init_process_group(
+        "gloo", init_method=meet, rank=rank, world_size=size, timeout=timedelta(seconds=200)
+    )
+    found = trained(ShardedRanks(), folder, resumed, save=resumed is None)
+    torch.save(found, folder / f"rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]) if len(sys.argv) > 4 else None)
