@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor, distributed, nn
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
@@ -193,7 +194,7 @@ def write_parts(folder: Path, tensors: Mapping[str, Tensor], group: distributed.
         files[name] = 1 + size // FILE_BYTES
         size += (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
     # A rank's part may be smaller than rank 0's, so rank 0's division into files is used (see `prepare_global_plan`).
-    dcp.save(
+    state_dict_saver.save(
         dict(tensors),
         storage_writer=HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True),
         process_group=group,
@@ -217,7 +218,8 @@ def read_parts(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             if found:
-                dcp.load(dict(found), storage_reader=_reader(folder), process_group=group, no_dist=tensors is None)
+                reader, alone = _reader(folder), tensors is None
+                state_dict_loader.load(dict(found), storage_reader=reader, process_group=group, no_dist=alone)
         tied: dict[str, str] = json.loads(read_file(folder / TIED))
     except (OSError, ValueError, SafetensorError, CheckpointException) as error:
         raise BadCheckpoint(f"{folder} can't be read: {type(error).__name__}: {error}") from error

@@ -233,7 +233,7 @@ class Processes(ModelWeights):
         own = self._named[name]
         if averaged:
             of = {p: self.member.averaged[name] for name, p in self.member.parameters.items()}
-            own = of.get(own, own)
+            own = cast(Tensor, of.get(own, own))
         return Whole({name: own})[name].detach()
 
     def _save(self, folder: Path) -> object:

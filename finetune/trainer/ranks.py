@@ -45,6 +45,8 @@ class Ranks:
 
     size = 1
     rank = 0
+    group: distributed.ProcessGroup | None = None
+    """The group of these ranks, or None for a single process or the default group."""
     sharded = False
     """Whether weights are sharded. Each forward and backward pass is then collective, so every rank must make the same
     number of passes."""
