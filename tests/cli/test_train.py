@@ -185,8 +185,8 @@ def test_a_used_directory_another_configuration_and_another_model_are_refused(mo
         (("loop.forks={}",), "loop.forks"),
         (("loop.demonstrations=3",), "loop.demonstrations"),
         (("loop.rollouts=2", "loop.minibatches=2"), "minibatches=2"),
-        (("loop.sampling.top_p=0.9",), "`stop`"),
-        (("loop.sampling.temperature=0",), "`stop`"),
+        (("loop.sampling.top_p=0.9",), "top_p=0.9"),
+        (("loop.sampling.temperature=0",), "temperature=0"),
     ],
 )
 def test_a_wrong_configuration_is_refused_before_anything_is_written(

@@ -285,7 +285,7 @@ def test_a_gateway_may_keep_its_own_sampling(follow: bool, tmp_path: Path, caplo
 
     (call,) = asyncio.run(scene()).calls
     assert (call.sampling.temperature, call.sampling.top_p) == ((0, 0.5) if follow else (1, 1))
-    told = [one.getMessage() for one in caplog.records if "follow=false" in one.getMessage()]
+    told = [one.getMessage() for one in caplog.records if "the gateway's follow" in one.getMessage()]
     assert len(told) == follow
 
 

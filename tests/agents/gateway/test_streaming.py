@@ -108,17 +108,22 @@ def test_what_is_sent_of_any_text_is_how_its_answer_begins(
 ) -> None:
     renderer, asked = RENDERERS[name], request(stops, tools)
     ids = renderer._codec._raw(text + renderer._before_end * ends) + list(renderer.end_ids[:1]) * ends
-    to, at = live(name, asked), 0
+    to = live(name, asked)
     to.shown(prompt)
-    pieces = []
+    send(to, ids, sizes)
+    answer = whole(name, ids, asked, prompt)
+    assert to.end(*answer), (to.sent, answer)
+
+
+def send(to: Live, ids: list[int], sizes: list[int]) -> None:
+    """Let ids come, and be taken, so many at a time. What is taken is what counts as sent."""
+    pieces, at = [], 0
     for size in [*sizes, len(ids)]:
         to.tokens(array("i", ids[at : at + size]))
         pieces += to.take()
         at += size
     for thought in (True, False):
         assert "".join(piece.text for piece in pieces if piece.thought is thought) == to.sent[thought]
-    answer = whole(name, ids, asked, prompt)
-    assert to.end(*answer), (to.sent, answer)
 
 
 @given(NAMES, st.data(), SIZES)
@@ -129,7 +134,7 @@ def test_what_is_sent_of_any_ids_is_how_their_text_begins(name: str, data: Any, 
     odd = [*ends, *sorted(codec.byte_ids)[0xC0:], *sorted(codec.byte_ids)[0x80:0xC0]]
     ids = data.draw(st.lists(st.integers(0, codec._backend.get_vocab_size() - 1) | st.sampled_from(odd), max_size=30))
     to = live(name)
-    told(to, ids, sizes)
+    send(to, ids, sizes)
     assert to.end(*whole(name, ids, request())), (to.sent, RENDERERS[name].decode(ids))
 
 
