@@ -205,7 +205,7 @@ async def langgraph(model: str, stream: bool) -> str:
     return "".join(piece.text for piece in said if piece.id == said[-1].id)
 
 
-async def smolagents(stream: bool) -> str:
+async def smolagents(agent: str, stream: bool) -> str:
     import smolagents
 
     @smolagents.tool
@@ -218,9 +218,10 @@ async def smolagents(stream: bool) -> str:
         """
         return added(a, b)
 
-    agent = smolagents.CodeAgent(tools=[add], model=smolagents.OpenAIModel("policy"), stream_outputs=stream)
+    kind = getattr(smolagents, agent)
+    made = kind(tools=[add], model=smolagents.OpenAIModel("policy"), stream_outputs=stream)
     with contextlib.redirect_stdout(sys.stderr):  # where it shows each step
-        return str(agent.run(TASK))
+        return str(made.run(TASK))
 
 
 CLIENTS: dict[str, Callable[[], Awaitable[str]]] = {
@@ -239,8 +240,10 @@ CLIENTS: dict[str, Callable[[], Awaitable[str]]] = {
     "langgraph": lambda: langgraph("openai:gpt-5", False),
     "langgraph-streamed": lambda: langgraph("openai:gpt-5", True),
     "langgraph-anthropic": lambda: langgraph("anthropic:claude-sonnet-4-5", False),
-    "smolagents": lambda: smolagents(False),
-    "smolagents-streamed": lambda: smolagents(True),
+    "smolagents": lambda: smolagents("CodeAgent", False),
+    "smolagents-streamed": lambda: smolagents("CodeAgent", True),
+    "smolagents-calls": lambda: smolagents("ToolCallingAgent", False),
+    "smolagents-calls-streamed": lambda: smolagents("ToolCallingAgent", True),
 }
 
 
