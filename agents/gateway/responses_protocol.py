@@ -77,7 +77,7 @@ _Include = Literal[
     "code_interpreter_call.outputs",
 ]
 """Only log-probs are included. The others belong to OpenAI's own tools and to encrypted thoughts."""
-_ITEM_ID = re.compile(r"(?:msg|fc|ctc|rs)_([0-9a-f]{24})\d*")
+_ITEM_ID = re.compile(r"(?:msg|fc|ctc|rs|call)_([0-9a-f]{24})\d*")
 
 
 class _Text(BaseModel):
@@ -327,6 +327,8 @@ def _messages(items: Iterable[Any]) -> list[Message]:
             found.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
             pictures += sum(isinstance(part, _Image) for part in item.output)
         elif isinstance(item, _CallItem | _CustomCallItem):
+            if last is not None and last.get(ANSWER, "") == _answer_of(item.call_id):
+                continue  # Vercel's SDK refers to the thought and sends the call: the whole answer is there already
             if last is None or ANSWER in last:
                 last = {"role": "assistant", "content": ""}
                 found.append(last)

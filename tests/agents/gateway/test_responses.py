@@ -153,6 +153,19 @@ def test_a_call_of_a_custom_tool_comes_and_goes_as_text(tool: Any, namespace: st
         assert read(input=reference).messages == [{"role": "assistant", ANSWER: "0" * 24}]
 
 
+def test_a_call_that_is_sent_next_to_a_reference_to_its_answer_is_there_already():
+    """Vercel's SDK refers to a thought and to the text, and sends the call."""
+    name, other = "0" * 24, "1" * 24
+    call = {"type": "function_call", "name": "add", "arguments": "{}"}
+    references = [{"type": "item_reference", "id": f"{kind}_{name}"} for kind in ("rs", "msg")]
+    own, foreign = {**call, "call_id": f"call_{name}0"}, {**call, "call_id": f"call_{other}0"}
+    assert read(input=[*references, own, {**own, "call_id": f"call_{name}1"}]).messages == [
+        {"role": "assistant", ANSWER: name}
+    ]
+    messages = read(input=[*references, foreign]).messages
+    assert [ANSWER in message for message in messages] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
