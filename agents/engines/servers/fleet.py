@@ -267,16 +267,19 @@ class Fleet:
         await sync_servers([member.sync], self.written[-1], self.version, "abort")
         return True
 
-    async def restore(self, server: Server, error: ForeignWeights) -> None:
-        """Send the newest weights to a restarted server, because it has lost all weights that were sent to it.
+    async def restore(self, server: Server, error: ForeignWeights, sent: float) -> None:
+        """Send the newest weights to a restarted server, because it has lost all weights that were sent to it. A
+        request that was sent at `sent` (`time.monotonic()`) has shown this.
 
         Raises EngineStopped if this engine has published no weights, because the server then has a different model."""
-        if not self.written:
+        if len(self.versions) == 1:
             raise EngineStopped(str(error), "model") from error
         async with self.publishing, self.stopping():
             member = self.of(server)
-            if member is None or not member.ready or await weight_version(server) == self.version:
-                return  # restored by another request or a weight sync, or left out
+            if member is None or not member.ready or sent < member.given:
+                return  # restored by another request, or left out
+            if await weight_version(server) == self.version:
+                return  # restored by a weight sync
             log.warning("%s has other weights than the run, and gets the weights of %s again", server, self.version)
             self.moment += 1
             try:

@@ -20,12 +20,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..engine import EngineError, PublishMode
+from ..engine import EngineError, PublishMode, Request
 from ..transport.http_channel import Server, ServerFailed
 from ..transport.wire import Dialect, Sampled
 from ..weights.weight_config import AdapterConfig
 from ..weights.weight_sync import PublishFailed, WeightSync, weight_version
-from .fleet import Member
+from .fleet import ForeignWeights, Member
 from .server_config import ServerSettings
 from .server_engine import Capabilities, Flight, RemoteEngine
 
@@ -233,6 +233,15 @@ class AdapterEngine(RemoteEngine):
             yield name, name
         finally:
             self._uses[name] -= 1
+
+    async def _answer(self, flight: Flight, request: Request, model: str) -> object:
+        try:
+            return await super()._answer(flight, request, model)
+        except ServerFailed as error:
+            if error.status == 404 and model in self._loaded:
+                problem = f"{flight.server} doesn't have the adapter {model!r}; was it restarted?"
+                raise ForeignWeights(problem, retry=True) from error
+            raise
 
     def _versioned(self, found: Sampled, flight: Flight) -> Sampled:
         # Servers report the base weights' version, not the adapter's. If this version has changed since the connection,

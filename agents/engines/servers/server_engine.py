@@ -328,7 +328,7 @@ class RemoteEngine:
                         if restored:
                             raise
                         restored = True
-                        await self.fleet.restore(flight.server, error)
+                        await self.fleet.restore(flight.server, error, flight.sent)
                 except ServerFailed as error:
                     self.fleet.stop_if_broken(error)
                     if flight.pinned:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from aiohttp import web
 
 from tapereel.agents.engines.engine import EngineError, EngineStopped, Request
 from tapereel.agents.engines.servers import fleet
@@ -195,6 +196,41 @@ def test_a_sampler_whose_server_dies_fails_at_once_and_is_left_out(tmp_path: Pat
         assert list(engine.samplers) == urls[:1]
 
     using([well, mortal], test, weights_folder=tmp_path, patience=100.0)
+
+
+class Forgetful(FaultyServer):
+    """Answers 404 for adapters that it doesn't have, as vLLM does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = set[str]()
+
+    async def step(self, request: web.Request) -> web.StreamResponse:
+        answer = await super().step(request)
+        route, body = self.told[-1]
+        if "lora" in route:
+            (self.adapters.add if "/load" in route else self.adapters.discard)(body["lora_name"])
+        return answer
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        name = (await request.json())["model"]
+        if name.startswith("run:") and name not in self.adapters:
+            return web.json_response({"message": f"The model {name} does not exist."}, status=404)
+        return await super().generate(request)
+
+
+def test_a_server_that_was_restarted_gets_the_adapter_again_once(tmp_path: Path) -> None:
+    server = Forgetful()
+
+    async def test(engine: RemoteEngine, urls: list[str]) -> None:
+        for version in ("run:1", "run:2"):
+            await engine.sync_weights(adapted().state_dict(), version)
+        server.adapters.clear()
+        for one in await asyncio.gather(*map(engine.complete, conversations(5))):
+            assert {version for version, _, _ in one.spans} == {"run:2"}
+        assert [body["lora_name"] for route, body in server.told if "/load" in route] == ["run:1", "run:2", "run:2"]
+
+    using([server], test, way="lora", weights_folder=tmp_path)
 
 
 @pytest.mark.parametrize("way", ["reload", "lora"])
