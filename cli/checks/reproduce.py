@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING
 
 from ..console import Section, answer
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 EXAMPLE = """
 tapereel reproduce runs/demo
 tapereel reproduce runs/demo update-000400 --json
+torchrun --nproc-per-node 2 -m tapereel reproduce runs/by-two-processes
 """
 
 
@@ -29,9 +31,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Recompute, and print the verdict."""
+    """Recompute, and print the verdict. Of several processes, only rank 0 prints it."""
     from ...finetune.inspect.reproducer import reproduce
 
+    if int(os.environ.get("RANK", "0")):
+        return reproduce(args.run, args.checkpoint).exit_code
     with live_progress() as progress:
         found = reproduce(args.run, args.checkpoint, progress=progress)
     others = (

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
+
+import torch
 
 from ...agents.engines.embedded.pretrained import device_of, weights_digest
 from ...tapes.common.config import ConfigError, load_config
@@ -22,6 +25,7 @@ from ..run.player_config import TrainerConfig
 from ..run.players import lineage_of
 from ..run.train_config import TrainConfig
 from ..run.training import Training
+from ..trainer.ranks import Ranks
 
 
 class Unknown(TapereelError, ValueError):
@@ -38,11 +42,11 @@ class RebuiltRun:
     """A description of the base weights."""
 
     @classmethod
-    def of(cls, run: Path, store: Store, scratch: Path, lineage: str) -> RebuiltRun:
+    def of(cls, run: Path, store: Store, scratch: Path, lineage: str, ranks: Ranks | None = None) -> RebuiltRun:
         """Rebuild the beginning of the run in the directory `run`, which is open as `store`.
 
-        `lineage` names the policy. The history writes to the empty directory `scratch`. Raises Unknown if the base
-        weights or the configuration can't be rebuilt.
+        `lineage` names the policy. `ranks` compute the updates, by default this process alone. The history writes to
+        the empty directory `scratch`. Raises Unknown if the base weights or the configuration can't be rebuilt.
         """
         if not (run / CONFIG).exists():
             raise Unknown(f"{run} has no {CONFIG}, which would say how its weights were trained")
@@ -52,7 +56,7 @@ class RebuiltRun:
             None,
         )
         own = results if player is not None else results.model_copy(update={"lineage": lineage})
-        training, base = _begin(run, RunDir(scratch, own, store, resumed=True))
+        training, base = _begin(run, RunDir(scratch, own, store, resumed=True), ranks or Ranks())
         if player is None:
             return cls(training, training.history, base)
         if player not in training.team.histories:
@@ -69,23 +73,39 @@ def _results(run: Path) -> Results:
         ) from error
 
 
-def _begin(run: Path, directory: RunDir) -> tuple[Training, str]:
+def follow(run: Path, ranks: Ranks) -> object:
+    """Compute this rank's share of the updates that rank 0 applies again, and return rank 0's result."""
+    try:
+        config = present_config(run)
+        torch.set_num_threads(config.threads)
+        loaded = LoadedRun.recorded(config, run, ranks)
+    except TapereelError:  # rank 0 has the same error, and its result says so
+        return cast("tuple[str, object]", ranks.broadcast())[1]
+    return loaded.processes.follow()
+
+
+def present_config(run: Path) -> TrainConfig:
+    """Return the run's configuration, with devices that this machine has. Raises Unknown if it can't be read."""
+    return _on_present_devices(_read_config(run))
+
+
+def _begin(run: Path, directory: RunDir, ranks: Ranks) -> tuple[Training, str]:
     try:
         keys = recorded_config(run).keys()
     except (OSError, YamlProblem) as error:
         raise Unknown(f"{run / CONFIG} can't be read: {error}") from error
     if not {"engine", "loop"} <= keys:
         raise Unknown(f"{run / CONFIG} is not the configuration of a training run, so nothing was trained there")
-    config = _on_present_devices(_read_config(run))
+    config = present_config(run)
     base = f"the model in {config.engine.model}"
     try:
-        training = Training(LoadedRun.recorded(config, run), directory)
+        training = Training(LoadedRun.recorded(config, run, ranks), directory)
     except BrokenRecipes as error:
         raise Unknown(str(error)) from error
     except (UsageError, BrokenHistory) as error:
         raise Unknown(f"a model that the run began with is gone: {error}") from error
     # The model folder may have been overwritten since the run. Every update would differ with other base weights.
-    found, begun = weights_digest(training.policy.model.state_dict()), directory.results.base
+    found, begun = weights_digest(training.policy.weights.weights()), directory.results.base
     if begun not in (None, found):
         raise Unknown(
             f"the base weights are gone: the run began with weights of digest {begun}, and those of {base} have digest "

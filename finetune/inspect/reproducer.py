@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import Field, JsonValue, computed_field
 from torch import Tensor
@@ -37,11 +37,12 @@ from ..trainer.checkpoint import (
     Checkpoint,
     checkpoint_folders,
     checkpoints,
-    copied_weights,
     read_checkpoint,
     weights_digest,
 )
-from .rebuild import RebuiltRun, Unknown
+from ..trainer.distributed import launched
+from ..trainer.ranks import Ranks
+from .rebuild import RebuiltRun, Unknown, follow, present_config
 
 Outcome = Literal["verified", "diverged", "unverifiable"]
 
@@ -121,6 +122,8 @@ def reproduce(run: str | Path, checkpoint: str | Path | None = None, *, progress
     `checkpoint` is the directory of a checkpoint anywhere, its name (`update-000040`), or its number of updates. Raises
     UsageError if the checkpoint doesn't exist, and OtherVersion if another version of this package wrote the run's
     settings.
+
+    A run by several processes needs as many here: start this with `torchrun` on each. Every rank returns the result.
     """
     run = Path(run)
     if not run.is_dir():
@@ -128,14 +131,26 @@ def reproduce(run: str | Path, checkpoint: str | Path | None = None, *, progress
     if checkpoint is None and (run / STATE).exists():
         run, checkpoint = _run_of(run.resolve()), run.resolve()
     check_version(run)
-    found = _one(run, run / "checkpoints", checkpoint, progress)
+    with launched(**_launch(run)) as ranks:
+        if ranks.rank:
+            return cast(Reproduction, follow(run, ranks))
+        found = _one(run, run / "checkpoints", checkpoint, progress, ranks)
+        ranks.broadcast(("end", found))
     if checkpoint is not None:
         return found
-    players = {folder.name: _one(run, folder, None, progress) for folder in checkpoint_folders(run)[1:]}
+    # Several processes train one policy only, so a run of theirs has no player that learns.
+    players = {folder.name: _one(run, folder, None, progress, Ranks()) for folder in checkpoint_folders(run)[1:]}
     return found.model_copy(update={"players": players})
 
 
-def _one(run: Path, folder: Path, checkpoint: str | Path | None, progress: Progress) -> Reproduction:
+def _launch(run: Path) -> dict[str, Any]:
+    try:
+        return present_config(run).processes.model_dump()
+    except Unknown:  # the result will say so
+        return {}
+
+
+def _one(run: Path, folder: Path, checkpoint: str | Path | None, progress: Progress, ranks: Ranks) -> Reproduction:
     """Reproduce one policy, whose checkpoints are in `folder`."""
     found = checkpoints(folder)
     wanted = _find_checkpoint(run, checkpoint, found)
@@ -145,7 +160,7 @@ def _one(run: Path, folder: Path, checkpoint: str | Path | None, progress: Progr
         among = [c for c in found if c.update < wanted.update]
         among = [c for c in among if c.state.get("lineage") == lineage or store.damage(c.path)]
         try:
-            rebuilt = RebuiltRun.of(run, store, Path(scratch), lineage)
+            rebuilt = RebuiltRun.of(run, store, Path(scratch), lineage, ranks)
         except Unknown as error:
             return Reproduction(
                 run=str(run),
@@ -220,6 +235,7 @@ class _Walk:
         self.started = time.perf_counter()
         self.other = ""
         """How the present machine or torch version differs from those of an update. Empty if nothing differs."""
+        self.remedy = ""
 
     def report(self) -> Reproduction:
         steps = by_update(use for use in self.ledger.uses if use.update < self.until)
@@ -247,6 +263,8 @@ class _Walk:
         # The number of threads is left out: an update is applied with the recorded number, so it can't differ.
         here = {**computed_on(trainer), "threads": on.get("threads")}
         self.other = elsewhere(on, here) or self.other
+        if (ranks := on.get("ranks", here["ranks"])) != here["ranks"]:
+            self.remedy = f". Use as many processes: torchrun --nproc-per-node {ranks} -m tapereel reproduce RUN"
         _, again = apply_again(self.history, epochs)
         if len(again) != len(epochs):
             raise BrokenHistory(
@@ -266,7 +284,7 @@ class _Walk:
         last = n == self.until
         if published is None and file is None and not last:
             return
-        self.digest = weights_digest(copied_weights(self.history.model))
+        self.digest = weights_digest(self.history.held.weights())
         if published is not None:
             if n == 0 and published != self.digest:
                 raise BrokenHistory(
@@ -330,7 +348,7 @@ class _Walk:
             return self._made(
                 "unverifiable",
                 reason=f"update {difference.update} differs, but here is "
-                f"{self.other}, where last bits may differ: {difference.sentence}",
+                f"{self.other}, where last bits may differ: {difference.sentence}{self.remedy}",
             )
         return self._made("diverged", difference=difference)
 

@@ -99,11 +99,12 @@ class LoadedRun:
         return made
 
     @classmethod
-    def recorded(cls, config: TrainConfig, run: Path) -> LoadedRun:
-        """Load the models and the recipe of the run in `run`, whose recorded updates are to be applied again."""
+    def recorded(cls, config: TrainConfig, run: Path, ranks: Ranks | None = None) -> LoadedRun:
+        """Load the models and the recipe of the run in `run`, whose recorded updates are to be applied again, by
+        default by this process alone."""
         recipe = get_recipe(config.loop.recipe, config.loop.changes, run=run)
         check_recipe(config.loop, recipe)
-        return cls._with_models(config, recipe, Ranks())
+        return cls._with_models(config, recipe, ranks or Ranks())
 
     @classmethod
     def _with_models(cls, config: TrainConfig, recipe: Recipe, ranks: Ranks, scene: Scene | None = None) -> LoadedRun:
@@ -113,7 +114,7 @@ class LoadedRun:
         phases = Phases(policy, config.loop, recipe, config.warm or NO_WARM_START, ranks)
         processes = Processes(ranks, policy.model, phases.trainer, policy.empty)
         if ranks.sharded:
-            if not ranks.rank and config.engine.kind == "embedded":
+            if not ranks.rank and scene is not None and config.engine.kind == "embedded":
                 log.warning(
                     "rank 0 also holds the whole model, because the embedded engine samples with it; with servers "
                     "(`engine.kind=vllm` or `sglang`), no rank does"

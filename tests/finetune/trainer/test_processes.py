@@ -105,6 +105,23 @@ def test_accelerate_and_torchrun_train_what_one_process_trains(model: str, tmp_p
         # Adam divides by the size of the gradient, so where that is next to nothing its rounding is what is learnt.
         assert distance(weights(tmp_path / name), trained) < 0.02 * moved
     assert list((tmp_path / "parts" / "trackers" / "tensorboard").glob("events*"))
+    for name in ("copies", "parts"):
+        reproduce = ["reproduce", str(tmp_path / name), "--json"]
+        done = subprocess.run(
+            [*commands["parts"], *reproduce],
+            capture_output=True,
+            text=True,
+            env=environment(MASTER_PORT=str(free_port())),
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+        found = json.loads(done.stdout)
+        assert (found["verdict"], found["updates"], found["published"]) == ("holds", 4, 5)
+        assert found["trainers"] == found["checkpoints"] == 1
+        done = subprocess.run([*commands["one"], *reproduce], capture_output=True, text=True, env=environment())
+        if done.returncode:  # the sums of one process may be equal by chance
+            assert done.returncode == 2
+            assert "torchrun --nproc-per-node 2 -m tapereel reproduce" in json.loads(done.stdout)["reason"]
 
 
 @pytest.mark.parametrize("dies", [0, 1])
