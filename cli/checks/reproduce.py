@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 EXAMPLE = """
 tapereel reproduce runs/demo
 tapereel reproduce runs/demo update-000400 --json
-torchrun --nproc-per-node 2 -m tapereel reproduce runs/by-two-processes
 """
 
 
