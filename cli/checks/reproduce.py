@@ -6,7 +6,8 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from ..console import Section, answer
+from ...tapes.errors import UsageError
+from ..console import Exit, Section, answer
 from ..progress_bars import live_progress
 
 if TYPE_CHECKING:
@@ -34,7 +35,10 @@ def run(args: argparse.Namespace) -> int:
     from ...finetune.inspect.reproducer import reproduce
 
     if int(os.environ.get("RANK", "0")):
-        return reproduce(args.run, args.checkpoint).exit_code
+        try:
+            return reproduce(args.run, args.checkpoint).exit_code
+        except UsageError:  # rank 0 has the same error, and prints it
+            return Exit.USAGE
     with live_progress() as progress:
         found = reproduce(args.run, args.checkpoint, progress=progress)
     others = (

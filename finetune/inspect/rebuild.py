@@ -79,8 +79,11 @@ def follow(run: Path, ranks: Ranks) -> object:
         config = present_config(run)
         torch.set_num_threads(config.threads)
         loaded = LoadedRun.recorded(config, run, ranks)
-    except TapereelError:  # rank 0 has the same error, and its result says so
-        return cast("tuple[str, object]", ranks.broadcast())[1]
+    except TapereelError:
+        command, result = cast("tuple[str, object]", ranks.broadcast())
+        if command != "end":  # only this rank has the error
+            raise
+        return result
     return loaded.processes.follow()
 
 

@@ -236,6 +236,7 @@ class _Walk:
         self.other = ""
         """How the present machine or torch version differs from those of an update. Empty if nothing differs."""
         self.remedy = ""
+        """How to get the recorded number of processes, as the end of a sentence. Empty if it is the number here."""
 
     def report(self) -> Reproduction:
         steps = by_update(use for use in self.ledger.uses if use.update < self.until)
@@ -264,7 +265,8 @@ class _Walk:
         here = {**computed_on(trainer), "threads": on.get("threads")}
         self.other = elsewhere(on, here) or self.other
         if (ranks := on.get("ranks", here["ranks"])) != here["ranks"]:
-            self.remedy = f". Use as many processes: torchrun --nproc-per-node {ranks} -m tapereel reproduce RUN"
+            run = self.history.store.path
+            self.remedy = f". Use as many processes: torchrun --nproc-per-node {ranks} -m tapereel reproduce {run}"
         _, again = apply_again(self.history, epochs)
         if len(again) != len(epochs):
             raise BrokenHistory(

@@ -159,14 +159,14 @@ class Fleet:
             with self.absence.request() as tries:
                 while True:
                     members = self.ready
-                    answer = await asyncio.gather(*(one.server.healthy(HEALTH_SECONDS) for one in members))
-                    if any(answer):
+                    answers = await asyncio.gather(*(one.server.healthy(HEALTH_SECONDS) for one in members))
+                    if any(answers):
                         break
                     problem = f"{members[0].server} does not answer, and new weights are to be sent there"
                     error = ServerFailed(f"{problem}: restart it and resume the run", retry=True)
                     await self.wait(members[0].server, error, tries)
-        for member, answers in zip(members, answer, strict=True):
-            if not answers:
+        for member, healthy in zip(members, answers, strict=True):
+            if not healthy:
                 await self.leave_out(member, "it doesn't answer")
 
     @asynccontextmanager

@@ -119,9 +119,18 @@ def test_accelerate_and_torchrun_train_what_one_process_trains(model: str, tmp_p
         assert (found["verdict"], found["updates"], found["published"]) == ("holds", 4, 5)
         assert found["trainers"] == found["checkpoints"] == 1
         done = subprocess.run([*commands["one"], *reproduce], capture_output=True, text=True, env=environment())
-        if done.returncode:  # the sums of one process may be equal by chance
-            assert done.returncode == 2
-            assert "torchrun --nproc-per-node 2 -m tapereel reproduce" in json.loads(done.stdout)["reason"]
+        assert done.returncode == 2, done.stdout + done.stderr
+        command = f"torchrun --nproc-per-node 2 -m tapereel reproduce {tmp_path / name}"
+        assert command in json.loads(done.stdout)["reason"]
+    done = subprocess.run(
+        [*commands["parts"], "reproduce", str(tmp_path / "nowhere")],
+        capture_output=True,
+        text=True,
+        env=environment(MASTER_PORT=str(free_port())),
+        timeout=200,
+    )
+    assert done.returncode
+    assert done.stderr.count("tapereel reproduce: ") == 1, "only rank 0 prints"
 
 
 @pytest.mark.parametrize("dies", [0, 1])
