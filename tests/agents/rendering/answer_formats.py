@@ -19,7 +19,7 @@ from .templates_table import page
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "tools.md"
 JUDGED = Path(__file__).with_name("format_judges.json")
-"""What vLLM makes of the same cases. `format_judges` writes it."""
+"""What vLLM and `renderers` make of the same cases. `format_judges` writes it."""
 BEGIN = "<!-- made by tests/agents/rendering/answer_formats.py -->\n"
 
 Arguments = dict[str, Any]
@@ -223,15 +223,16 @@ def begins(stream: AnswerStream, text: str, sizes: list[int], read: CallsRead) -
 def table() -> str:
     """The part of the page."""
     judged = json.loads(JUDGED.read_text("utf-8"))
-    cases = [*WRITERS[0].cases(), f"vLLM {judged['vllm']}"]
+    cases = [*WRITERS[0].cases(), f"vLLM {judged['vllm']['version']}", f"renderers {judged['renderers']['version']}"]
     lines = ["| family | " + " | ".join(cases) + " |", "|---|" + "---|" * len(cases)]
     for writer in WRITERS:
         cells = []
         for text, wanted in writer.cases().values():
             got, problem = found(writer, text)
             cells.append("read" if (got, problem) == (wanted, "") else "wrong" if got else "not read")
-        theirs = judged["counts"].get(writer.title)
-        cells.append(f"{theirs['read']} read, {theirs['wrong']} wrong" if theirs else "not run")
+        for judge, none in (("vllm", "not run"), ("renderers", "no parser")):
+            theirs = judged[judge]["counts"].get(writer.title)
+            cells.append(f"{theirs['read']} read, {theirs['wrong']} wrong" if theirs else none)
         lines.append(f"| {writer.title} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -1,6 +1,6 @@
-"""Counts how other packages read the cases of `answer_formats`. vLLM's parsers run in its own environment.
+"""Counts how other packages read the cases of `answer_formats`. Each runs in an environment of its own.
 
-python -m tests.agents.rendering.format_judges PYTHON_OF_VLLM      writes format_judges.json
+python -m tests.agents.rendering.format_judges      writes format_judges.json
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import datetime
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from ...contract import verifiers_env, vllm_cpu
 from .answer_formats import JUDGED, TOOLS, WRITERS, Writer
 
-SCRIPT = Path(__file__).resolve().parents[2] / "contract" / "vllm_formats.py"
+CONTRACT = Path(__file__).resolve().parents[2] / "contract"
 PARSERS: dict[str, tuple[str, str]] = {
     "Hermes, Qwen 2.5, Qwen 3": ("hermes", "qwen3"),
     "Llama 3.1 (JSON)": ("llama3_json", "deepseek_r1"),
@@ -35,6 +35,20 @@ PARSERS: dict[str, tuple[str, str]] = {
 }
 """vLLM's parsers of calls and of thoughts for each family. gpt-oss is missing: its parser reads the token ids of
 OpenAI's tokenizer, which needs the network."""
+RENDERERS = {
+    "Hermes, Qwen 2.5, Qwen 3": "Qwen3Renderer",
+    "Llama 3.1 (JSON)": "Llama3Renderer",
+    "Qwen3-Coder, Qwen 3.5 and 3.6": "Qwen35Renderer",
+    "Nemotron 3": "Nemotron3Renderer",
+    "GLM 4.5": "GLM45Renderer",
+    "gpt-oss, as its template writes": "GptOssRenderer",
+    "gpt-oss, as it often samples": "GptOssRenderer",
+    "Kimi K2": "KimiK2Renderer",
+    "DeepSeek V3, R1": "DeepSeekV3Renderer",
+    "MiniMax M2": "MiniMaxM2Renderer",
+    "Gemma 4": "Gemma4Renderer",
+}
+"""The classes of `renderers`. It has none for the other families."""
 MARK = re.compile(r"<[|｜]?[^<>\s=]+[|｜]?>|\[/?[A-Z_]+\]|</?[a-z_:]+>|<\|\"\|>")
 
 
@@ -44,37 +58,32 @@ def cases(writer: Writer) -> list[tuple[str, str, list[Any]]]:
     return [*found, ("cut off", writer.cut(), [])]
 
 
-def lines(writer: Writer) -> list[str]:
-    """The input of vLLM's parsers. Its parser of thoughts is used only if the answer has a thought, in its favour."""
-    tool, reasoning = PARSERS[writer.title]
-    marks = sorted(
-        {mark for _, text, _ in cases(writer) for mark in MARK.findall(text)}
-        | {"<think>", "</think>", "<|python_tag|>"}
-    )
-    return [
-        json.dumps(
-            {
-                "tool": tool,
-                "reasoning": reasoning if "thought" in name or writer.prompt else None,
-                "text": text,
-                "marks": marks,
-                "tools": TOOLS,
-            }
-        )
-        for name, text, _ in cases(writer)
-    ]
+def line(judge: str, writer: Writer, name: str, text: str) -> str:
+    """The input of a judge. vLLM's parser of thoughts is used only if the answer has a thought, in its favour."""
+    marks = {mark for _, text, _ in cases(writer) for mark in MARK.findall(text)} | {"<think>", "</think>"}
+    if judge == "vllm":
+        tool, reasoning = PARSERS[writer.title]
+        marks.add("<|python_tag|>")
+        more = {"tool": tool, "reasoning": reasoning if "thought" in name or writer.prompt else None}
+    else:
+        more = {"renderer": RENDERERS[writer.title], "prompt": writer.prompt}
+        text += writer.end if name != "cut off" else ""
+    return json.dumps({"text": text, "marks": sorted(marks), "tools": TOOLS, **more})
 
 
-def judged(python: str) -> dict[str, Any]:
-    """Count the complete cases that vLLM reads, and the cases in which it makes a call that isn't in the answer."""
-    judges = [writer for writer in WRITERS if writer.title in PARSERS]
-    asked = "\n".join(line for writer in judges for line in lines(writer)) + "\n"
-    done = subprocess.run([python, str(SCRIPT)], input=asked, capture_output=True, text=True, timeout=500)
+def judged(judge: str) -> dict[str, Any]:
+    """Count the complete cases that `vllm` or `renderers` reads, and the cases in which it makes a call that isn't in
+    the answer."""
+    python = str((vllm_cpu if judge == "vllm" else verifiers_env).PYTHON)
+    writers = [writer for writer in WRITERS if writer.title in (PARSERS if judge == "vllm" else RENDERERS)]
+    asked = [line(judge, writer, name, text) for writer in writers for name, text, _ in cases(writer)]
+    command = [python, str(CONTRACT / f"{judge}_formats.py")]
+    done = subprocess.run(command, input="\n".join(asked) + "\n", capture_output=True, text=True, timeout=500)
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
     answers = iter([json.loads(line) for line in done.stdout.splitlines()])
     counts: dict[str, Any] = {}
-    for writer in judges:
+    for writer in writers:
         read, wrong, notes = 0, 0, {}
         for name, _, wanted in cases(writer):
             made = next(answers)
@@ -89,14 +98,15 @@ def judged(python: str) -> dict[str, Any]:
             python,
             "-c",
             "import importlib.metadata as m; print(next(d.version for d in m.distributions() if "
-            "d.metadata['Name'].replace('-', '_') in ('vllm', 'vllm_cpu')))",
+            f"d.metadata['Name'].replace('-', '_') in ('{judge}', '{judge}_cpu')))",
         ],
         capture_output=True,
         text=True,
         check=True,
     ).stdout.strip()
-    return {"vllm": version, "date": datetime.date.today().isoformat(), "counts": counts}
+    return {"version": version, "date": datetime.date.today().isoformat(), "counts": counts}
 
 
 if __name__ == "__main__":
-    JUDGED.write_text(json.dumps(judged(sys.argv[1]), indent=1, ensure_ascii=False) + "\n", "utf-8")
+    found = {judge: judged(judge) for judge in ("vllm", "renderers")}
+    JUDGED.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", "utf-8")
