@@ -92,13 +92,13 @@ class Reporter:
         run, or None if the run has finished."""
         if self._thread is not None:
             self._thread.join()
-        if error is None:
-            self.run.sealed.callback(self._write, self.overview(self.run.results, over=True))
-        else:
+        cut = None
+        if error is not None:
             text = str(error).splitlines()
-            self._try(self._end_early, type(error).__name__ + (f": {text[0][:300]}" if text else ""))
+            cut = type(error).__name__ + (f": {text[0][:300]}" if text else "")
+        self._try(self._end, cut)
 
-    def _end_early(self, cut: str) -> None:
+    def _end(self, cut: str | None) -> None:
         overview = self.overview(self.run.results, over=True, cut=cut)
         self.run.sealed.callback(self._try, self._write, overview)
 

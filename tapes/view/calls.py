@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ..errors import NotATape
 from ..messages import image_parts
 from ..places import Place
-from ..records import Call, Message, Use
+from ..records import Call, Constraint, Message, Use
 from ..store.ledger import FATES, Fate, ranges
 from ..store.store import Store
 from .items import call_item
@@ -134,6 +134,7 @@ def call_detail(
         "messages": [_message(one) for one in shown],
         "diff": _difference(call, shown, low, before, find),
         "sampling": call.sampling.model_dump(mode="json"),
+        "form": _form(call.constraint),
         "tools": _tools(call, find),
         "seed": None if call.seed is None else str(call.seed),  # as text: a JavaScript number has 53 bits, a seed 64
         "tool_calls": _pretty(call.tool_calls),
@@ -141,6 +142,12 @@ def call_detail(
         "attempts": [one.model_dump(mode="json") for one in call.attempts],
         **_tokens(call, uses, decode),
     }
+
+
+def _form(form: Constraint | None) -> dict[str, object] | None:
+    if form is None:
+        return None
+    return {"tools": form.tools, "schema": _pretty(form.json_schema), "enforced": form.enforced}
 
 
 def request(call: Call, find: Find, low: int = 0) -> list[Message]:

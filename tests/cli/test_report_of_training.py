@@ -152,3 +152,11 @@ def test_an_error_of_one_line_is_one_with_its_first_tape():
         "1 x error of the environment: OSError: x (w.py:2), first on tape c",
     ]
     assert len(faults.most(1)) == 1
+
+
+def test_a_page_that_can_t_be_written_doesn_t_fail_a_finished_run(tmp_path: Path, caplog):
+    with open_run(tmp_path / "r", Nothing(), begin=lambda: Results(lineage="l")) as directory:
+        (tmp_path / "r" / "report.html").mkdir()
+        with reporting(Reporter(directory, "t", "grpo", 4, 1)):
+            pass
+    assert re.search(r"report\.html was not written; the run is not affected \(IsADirectoryError", caplog.text)

@@ -148,7 +148,9 @@ T.Inspector = class {
     const sampling = Object.entries(call.sampling).filter(([, value]) => value !== null && !(typeof value === "object" && !Object.keys(value).length)).map(([name, value]) => `${name} ${typeof value === "object" ? JSON.stringify(value) : value}`);
     return [place,
       T.h("h3", null, "Answer"), T.h("div", { class: "message assistant" }, T.h("div", { class: "body" }, T.spelled(call.text || "(no text)")), call.tool_calls ? T.box(call.tool_calls) : null),
-      T.h("h3", null, "Asked with"), T.facts(T.fact("sampling", T.spelled(sampling.join(", "))), T.fact("seed", T.h("code", null, call.seed ?? "none"))),
+      T.h("h3", null, "Asked with"), T.facts(T.fact("sampling", T.spelled(sampling.join(", "))), T.fact("seed", T.h("code", null, call.seed ?? "none")),
+        call.form ? T.fact("form of the answer", T.spelled([call.form.schema ? "JSON" : null, ...call.form.tools].filter(Boolean).join(" or ") + (call.form.enforced ? ", enforced" : ", not enforced"))) : null),
+      call.form && call.form.schema ? T.fold("Schema of the answer", false, T.box(call.form.schema)) : null,
       call.tools ? T.fold("Tools", false, call.tools.schemas ? T.box(call.tools.schemas) : T.h("p", { class: "hole" }, "Their definitions are on an earlier call that is not in this page: ", call.tools.hash.slice(0, 16))) : null,
       call.new_total === null ? null : T.fold(`New prompt tokens (${T.count(call.new_total)})`, false,
         call.new_total > call.new_ids.length ? T.h("p", { class: "note" }, `the last ${T.count(call.new_ids.length)} of them`) : null,
