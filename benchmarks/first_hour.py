@@ -1,6 +1,6 @@
 """The first hour again: eight tasks drawn by a seed from reasoning-gym, each trained from nothing by defaults alone.
 
-    python benchmarks/first_hour.py --seed 19 --out FOLDER                   (docs/first_hour.md has the results)
+    python benchmarks/first_hour.py --seed 19 --out FOLDER          (docs/project/first_hour.md has the results)
 
 The draw is from all generators whose answers have at most 40 characters. It is written to `FOLDER/draw.json` before
 any training and isn't repeated. Each task has a tiny untrained model, 1,000 tasks, and 2,000 examples of a demonstrator

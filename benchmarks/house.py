@@ -5,7 +5,7 @@
     python benchmarks/house.py --places NAME  the places of one count: "pins", "parameters", or a habit
 
 The files of an update are counted while the lab of `tests/finetune/loop` runs one, so this needs the extra `train`. The
-tables of docs/measurements.md come from here.
+tables of docs/project/measurements.md come from here.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 _EPILOG = f"""\
 `tapereel VERB --help` shows a verb's arguments and examples
 documentation: {DOCS / "index.md"}
-exit codes: {DOCS / "cli.md"}"""
+exit codes: {DOCS / "reference" / "cli.md"}"""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,6 +1,6 @@
 """OpenAI's Agents SDK, Codex and Claude Code as agents, unchanged and with documented settings only.
 
-`docs/gateway.md` has a command for each. They are installed with `pip install openai-agents` and
+`docs/how-to/gateway.md` has a command for each. They are installed with `pip install openai-agents` and
 `npm install --global @openai/codex @anthropic-ai/claude-code`.
 """
 

@@ -1,8 +1,8 @@
 """The union of all record types, and the rules for extending it.
 
-A later version may add an optional field, a kind of record or a member of an enumeration (docs/store.md, "The schema").
-This version can't know what the addition means and doesn't guess. Instead, `parse_record` raises a NewerRecord that
-names the addition.
+A later version may add an optional field, a kind of record or a member of an enumeration (docs/concepts/store.md, "The
+schema"). This version can't know what the addition means and doesn't guess. Instead, `parse_record` raises a
+NewerRecord that names the addition.
 """
 
 from __future__ import annotations

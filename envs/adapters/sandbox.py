@@ -31,7 +31,8 @@ BACKENDS = ("bubblewrap", "podman")
 """The backends that `backend=None` tries, in this order."""
 _INSTALL = (
     "install bubblewrap (Debian, Ubuntu: apt install bubblewrap) or podman (apt install podman runc uidmap) and allow "
-    f"user namespaces (see {DOCS / 'tools.md'}); or write isolation='none' to run snippets with your own rights"
+    f"user namespaces (see {DOCS / 'how-to' / 'tools.md'}); or write isolation='none' to run snippets with your own "
+    "rights"
 )
 
 

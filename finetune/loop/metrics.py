@@ -1,7 +1,7 @@
 """Makes the lines of metrics.jsonl. Each line has the values of one update, from the process that made the update or
 applied it again.
 
-docs/metrics.md defines each name. An unknown value is None or left out, but never 0.
+docs/reference/metrics.md defines each name. An unknown value is None or left out, but never 0.
 """
 
 from __future__ import annotations

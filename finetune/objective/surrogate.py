@@ -36,7 +36,7 @@ from .term import Context, Kinds, Term
 
 class Surrogate(Term):
     """Base class of surrogates, which compute the loss of each token. Derive from it to write your own
-    (docs/write_a_recipe.md)."""
+    (docs/how-to/write_a_recipe.md)."""
 
     advantages: ClassVar[bool] = True
     """Whether the loss uses advantages. If so, an episode without a reward and a token without a known log-prob at

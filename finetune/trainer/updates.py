@@ -89,8 +89,8 @@ class UpdateStats:
         return self.sums["ratio"] ** 2 / self.sums["ratio/square"] / self.sums.counts["ratio"]
 
     def line(self) -> dict[str, object]:
-        """Return the fields of the step for a line of metrics.jsonl (see docs/metrics.md). Values that weren't measured
-        are None or absent."""
+        """Return the fields of the step for a line of metrics.jsonl (see docs/reference/metrics.md). Values that
+        weren't measured are None or absent."""
         sums = self.sums.flat()
         values: dict[str, object] = {
             "loss": self.loss,

@@ -48,7 +48,7 @@ def advice(
         return (f"The newest tapes can't be read, so nothing is said about them: {error}",)
     if climb.headline is None:
         return tuple(sign.text for sign in found)
-    page = DOCS / "reward_does_not_climb.md"
+    page = DOCS / "tutorials" / "reward_does_not_climb.md"
     suggested = (f"{'Then' if k else 'First'}: {sign.text}" for k, sign in enumerate(found))
     return (f"{climb.headline} (see {page}).", *suggested)
 
@@ -73,7 +73,8 @@ def _tapes(climb: Climb, closed: Sequence[Summary]) -> Iterator[Sign]:
             0,
             f"Tools were offered in {len(offered)} of the newest {len(newest)} episodes, and none was called. Read an "
             f"answer (tapereel show RUN {offered[-1].id}): does the model know that it has tools, does it "
-            f"write calls in a format that is read ({DOCS / 'tools.md'}), and does your agent act on reply.tool_calls?",
+            f"write calls in a format that is read ({DOCS / 'how-to' / 'tools.md'}), and does your agent act on "
+            "reply.tool_calls?",
         )
     misread = Counter(step.problem for tape in newest for step in tape if isinstance(step, ParseError))
     asked = sum(len(tape.calls) for tape in newest)

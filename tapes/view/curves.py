@@ -150,7 +150,7 @@ _MEASURED = (
     ("Critic", "value/loss value/explained", "Loss, and the share of the targets' variance that the values explain."),
     ("Tokens per second", "perf/*_per_second", "Of the engine's and of the trainer's work since the last update."),
 )
-"""(title, keys or patterns of keys, caption) for each plot. docs/metrics.md defines the keys."""
+"""(title, keys or patterns of keys, caption) for each plot. docs/reference/metrics.md defines the keys."""
 
 
 def _name_of(key: str, what: Sequence[str]) -> str | None:

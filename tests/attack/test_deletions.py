@@ -296,7 +296,7 @@ def test_a_fork_and_a_segment_that_is_no_file(tmp_path: Path) -> None:
 
 
 def test_only_a_pin_shows_what_was_changed_together(single: Path) -> None:
-    """Documented in docs/security.md: a cut run that looks like a crashed one in every file."""
+    """Documented in docs/reference/security.md: a cut run that looks like a crashed one in every file."""
     head = head_of(single)
     (path,) = segments(single)
     cut(path, 1)

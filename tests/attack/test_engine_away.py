@@ -1,6 +1,6 @@
 """A model's server that goes away under `tapereel run`: a real server process behind a real port, killed and restarted.
 
-`ATTACK_TRIES=5 python -m pytest -m kill tests/attack/test_engine_away.py` makes the tries of docs/security.md.
+The tries of docs/reference/security.md: `ATTACK_TRIES=5 python -m pytest -m kill tests/attack/test_engine_away.py`.
 """
 
 from __future__ import annotations

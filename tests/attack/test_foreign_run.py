@@ -154,7 +154,7 @@ TRUSTING: list[list[str]] = [
     ["reproduce", "{trained}"],
     ["explain", "{trained}", "--recipe", "own"],
 ]
-"""What docs/security.md lists as for runs of people you trust. Each shows, too, that the mark is seen."""
+"""What docs/reference/security.md lists as for runs of people you trust. Each shows, too, that the mark is seen."""
 
 
 def test_what_continues_a_run_executes_what_it_names(foreign: Foreign) -> None:

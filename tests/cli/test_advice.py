@@ -61,13 +61,13 @@ def rolled(tmp_path: Path, capsys: Any, *answers: str, **more: Any) -> tuple[str
 def test_a_run_in_which_no_tool_was_called_says_so(tmp_path: Path, capsys: Any) -> None:
     (equal, tools) = rolled(tmp_path, capsys, "call note please")
     assert re.search(r"\b6\b.*\b0\b.*tapereel show", equal)
-    assert re.search(r"\b6\b.*\b6\b.*docs/tools\.md", tools)
+    assert re.search(r"\b6\b.*\b6\b.*docs/how-to/tools\.md", tools)
 
 
 @pytest.mark.parametrize("call", ['{"name": "note", "parameters": {"text": "a"}}', "<tool_call>{"])
 def test_a_run_that_calls_tools_or_tries_to_is_told_apart(tmp_path: Path, capsys: Any, call: str) -> None:
     said = rolled(tmp_path, capsys, call, "3", "3", "3")
-    assert any("docs/tools.md" in text for text in said) == (call == "<tool_call>{")
+    assert any("docs/how-to/tools.md" in text for text in said) == (call == "<tool_call>{")
     assert not any("rewards" in text for text in said)
 
 
@@ -155,7 +155,7 @@ LAST = ["loop.optimiser.lr", "loop.updates=160.*--resume"]
 def test_each_sign_is_a_suggestion_and_the_cause_comes_first(tmp_path: Path, made: list[Any], says: list[str]) -> None:
     with Store.create(tmp_path / "r") as store:
         found = advice(store, "train", made)
-    suggestions = [text for text in found if "docs/reward_does_not_climb.md" not in text]
+    suggestions = [text for text in found if "docs/tutorials/reward_does_not_climb.md" not in text]
     assert len(suggestions) == len(says), found
     assert len(made) < 10 or [text[:4] for text in suggestions] == ["Firs", *["Then"] * 4][: len(says)]
     for text, part in zip(suggestions, says, strict=True):

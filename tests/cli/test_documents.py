@@ -1,4 +1,4 @@
-"""The commands of docs/cli.md and of the examples' README run, in the order in which they stand, at a small size."""
+"""The commands of docs/reference/cli.md and of the examples' README run, in their order, at a small size."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def commands(document: str) -> list[list[str]]:
 
 
 @pytest.mark.docs
-@pytest.mark.parametrize("document", ["docs/cli.md", "docs/training.md", "examples/README.md"])
+@pytest.mark.parametrize("document", ["docs/reference/cli.md", "docs/how-to/training.md", "examples/README.md"])
 def test_the_commands_run(document: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.chdir(ROOT)
     made = {"runs/digits-model": model}
@@ -53,6 +53,6 @@ def test_the_commands_run(document: str, model: str, tmp_path: Path, monkeypatch
 
 
 def test_every_verb_has_its_part_in_the_page():
-    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
     headed = {verb for line in re.findall(r"^## (.+)$", text, flags=re.MULTILINE) for verb in line.split(", ")}
     assert headed == set(VERBS)

@@ -212,7 +212,7 @@ def test_a_client_as_it_comes_is_one_row_and_is_replayed(name: str, tmp_path: Pa
 
 
 def _commands() -> list[str]:
-    page = (ROOT / "docs" / "gateway.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "gateway.md").read_text(encoding="utf-8")
     found = re.findall(r"^tapereel run --agent examples/gateway_clients\.py:(?s:.*?) --out \S+$", page, re.MULTILINE)
     return [command.replace("\\\n", "") for command in found]
 

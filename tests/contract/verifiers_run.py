@@ -175,7 +175,7 @@ def refused() -> None:
 
 def commands() -> None:
     """A run by command is replayed, and `check env` finds nothing."""
-    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "environments.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```\w*\n(# halves\.py\n.*?)```", page, re.DOTALL)
     Path("halves.py").write_text(code.replace("gsm8k-v1", "verifiers_halves"))
     assert len(tasks) == 4

@@ -6,6 +6,7 @@ fence ```bash every line that calls `tapereel` must be one that the command take
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import re
 import shlex
@@ -17,13 +18,20 @@ from typing import NamedTuple
 import pytest
 
 from tapereel.cli import command as cli
-from tapereel.tests.front import snippets
+from tapereel.tests.front import snippets, sources
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
+    *sorted(ROOT.glob("docs/**/*.md")),
+]
 
-WHOLE = {"tutorial.md", "reward_does_not_climb.md"}
+WHOLE = {"your_own_task.md", "reward_does_not_climb.md"}
 """Pages whose commands run too, in order with their Python, as a reader follows them."""
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
 
 
 class Fence(NamedTuple):
@@ -98,13 +106,13 @@ def played(folder: Path, *blocks: snippets.Block) -> tuple[int | None, str]:
 @pytest.mark.docs
 @pytest.mark.usefixtures("imported")
 @pytest.mark.timeout(900)  # the tutorial trains
-@pytest.mark.parametrize("path", [p for p in DOCUMENTS if _blocks(p)], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [p for p in DOCUMENTS if _blocks(p)], ids=_name)
 def test_the_python_of_a_document_runs_and_prints_what_it_says(path: Path, tmp_path: Path):
     code, printed = played(tmp_path, *_blocks(path))
     assert code == 0, printed
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
 def test_the_command_lines_of_a_document_parse(path: Path):
     for words in _commands(path):
         if words and words[0] in cli.VERBS:
@@ -120,7 +128,7 @@ def _anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
 def test_the_links_of_a_document_lead_somewhere(path: Path):
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     targets = [target.partition("#") for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
@@ -131,8 +139,22 @@ def test_the_links_of_a_document_lead_somewhere(path: Path):
 
 def test_every_page_is_reached_from_the_index():
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")} - {"index.md"}
     assert {page for page in pages if f"]({page})" not in index} == set(), "link it in docs/index.md"
+
+
+def test_the_pages_that_code_names_exist():
+    """In comments and docstrings by their path, and in messages joined to `DOCS`."""
+    named: dict[str, str] = {}
+    for folder, suffix in itertools.product((*sources.FLOORS, "tests", "benchmarks", "examples"), ("py", "yaml")):
+        for path in ROOT.glob(f"{folder}/**/*.{suffix}"):
+            text = path.read_text(encoding="utf-8")
+            parts = re.findall(r"""\bDOCS((?: / ["'][\w.-]+["'])+)""", text)
+            pages = [re.sub(r"""[ "']""", "", part).removeprefix("/") for part in parts]
+            pages += re.findall(r"(?<![\w/])docs/([\w/-]+\.(?:md|png))", text)
+            named |= dict.fromkeys(pages, _name(path))
+    assert {"reference/cli.md", "reference/metrics.md", "tutorials/reward_does_not_climb.md"} <= set(named)
+    assert {page: path for page, path in named.items() if not (ROOT / "docs" / page).is_file()} == {}
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,8 @@ def test_the_wheel_holds_the_pages_and_the_examples():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     data = project["tool"]["setuptools"]["package-data"]["tapereel"]
     packed = {path for pattern in data for path in ROOT.glob(pattern)}
-    wanted = {path for folder in ("docs", "examples") for path in (ROOT / folder).iterdir() if path.is_file()}
+    wanted = {path for path in (ROOT / "examples").iterdir() if path.is_file()}
+    wanted |= {path for path in ROOT.glob("docs/**/*") if path.suffix in (".md", ".png")}
     assert wanted - packed == set()
     assert ROOT / "README.md" in packed, "pages link to it"
 
@@ -297,7 +298,7 @@ def _canonical(name: str) -> str:
 
 
 def test_the_extras_that_the_pages_name_exist():
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
     named = re.findall(r"tapereel\[([\w,]+)\]", "".join(page.read_text(encoding="utf-8") for page in pages))
     assert {"train", "http", "pictures"} <= {extra for names in named for extra in names.split(",")}
     assert {extra for names in named for extra in names.split(",")} - set(_requirements()) == set()

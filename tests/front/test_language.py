@@ -14,10 +14,10 @@ from .sources import ROOT, files, text
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
-    "docs/architecture.md",
-    "docs/api.md",
-    "docs/write_an_engine.md",
-    "docs/write_a_recipe.md",
+    "docs/project/architecture.md",
+    "docs/reference/api.md",
+    "docs/how-to/write_an_engine.md",
+    "docs/how-to/write_a_recipe.md",
 )
 """Pages that keep to the rules; the other pages of docs/ follow."""
 BANNED = (

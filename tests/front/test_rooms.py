@@ -150,7 +150,7 @@ def test_every_room_says_what_it_is_for():
 
 
 def test_the_architecture_page_names_every_room():
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "project" / "architecture.md").read_text(encoding="utf-8")
     tree = text.split("```")[3].split()
     rooms = {name.rpartition("/")[0] for name in files()} - {""}
     assert {room for room in rooms if f"{room.rpartition('/')[2]}/" not in tree} == set()

@@ -1,6 +1,6 @@
 """The demo learns from what it claims to learn from: with two controls, with REINFORCE, and with pictures.
 
-One seed runs here. `benchmarks/shuffled_control.py` runs ten, and docs/measurements.md has their table.
+One seed runs here. `benchmarks/shuffled_control.py` runs ten, and docs/project/measurements.md has their table.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A model learns from what official clients ask through Responses and through Messages, and the run is reproduced.
 
-One seed runs here. docs/learning.md has a table of several.
+One seed runs here. docs/project/learning.md has a table of several.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small part of docs/learning.md that every run of the tests repeats: each recipe learns, through `train` itself.
+"""A small part of docs/project/learning.md, repeated by every run of the tests: each recipe learns, through `train`.
 
 The world of letters, a micro model, seeds that are fixed. With every reward's sign turned the share of right letters
 falls, so what climbs is no drift. And the critic that a configuration asks for: it learns, and it outlives a kill.

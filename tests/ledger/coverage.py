@@ -1,4 +1,4 @@
-"""Which test proves which row of the capability ledger: docs/coverage.md, made from the marks on the tests.
+"""Which test proves which row of the capability ledger: docs/project/coverage.md, made from the marks on the tests.
 
     python tests/ledger/coverage.py            writes the page
     python tests/ledger/coverage.py --check    says what is wrong and writes nothing; exit code 1 if anything is
@@ -25,7 +25,7 @@ else:
     from reach import Reach
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "coverage.md"
+PAGE = ROOT / "docs" / "project" / "coverage.md"
 LEDGER = Path(__file__).with_name("rows_of_ledger.json")
 BUILT = (2, 3, 4)
 """Areas whose every row has a test, or a reason in `missing` why it has none yet."""
@@ -149,7 +149,7 @@ def state(row: dict, ledger: Ledger, proofs: dict[str, list[Proof]]) -> str:
 
 
 def page(ledger: Ledger, proofs: dict[str, list[Proof]]) -> str:
-    """The whole of docs/coverage.md."""
+    """The whole of docs/project/coverage.md."""
     states = [state(row, ledger, proofs) for row in ledger.rows()]
     lines = ["# Coverage", "", *INTRODUCTION, "", "| state | rows |", "|---|---|"]
     lines += [f"| {name} | {states.count(name)} |" for name in sorted(set(states), key=lambda s: (s != "proven", s))]
@@ -184,7 +184,8 @@ def _cell(row: dict, ledger: Ledger, proofs: dict[str, list[Proof]]) -> str:
         by_file.setdefault(proof.file, []).append(proof.test.removeprefix("test_").replace("_", " ") + mark)
     reason = f"**inside**: {ledger.inside[row['id']]}. " if how == "inside" else ""
     return reason + "; ".join(
-        f"[{Path(file).stem.removeprefix('test_')}](../{file}): {', '.join(tests)}" for file, tests in by_file.items()
+        f"[{Path(file).stem.removeprefix('test_')}](../../{file}): {', '.join(tests)}"
+        for file, tests in by_file.items()
     )
 
 
@@ -197,7 +198,7 @@ def main() -> int:
     wrong = problems(ledger, proofs, unread)
     text = page(ledger, proofs)
     if check and (not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text):
-        wrong.append("docs/coverage.md isn't what the marks say: run python tests/ledger/coverage.py")
+        wrong.append("docs/project/coverage.md isn't what the marks say: run python tests/ledger/coverage.py")
     if not check:
         PAGE.write_text(text, encoding="utf-8")
     print("\n".join(wrong) or "every row of the areas that are built has a test", file=sys.stderr)

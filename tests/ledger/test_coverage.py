@@ -1,4 +1,4 @@
-"""Every row of the capability ledger has its tests, and docs/coverage.md says which."""
+"""Every row of the capability ledger has its tests, and docs/project/coverage.md says which."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_a_row_that_is_only_checked_by_hand_needs_a_reason():
     (stale,) = coverage.problems(ledger(inside={"F1": "because"}), {"F1": [by_hand, PROOF], "F2": [PROOF]}, [])
     assert "row F1 is listed as inside and isn't" in stale
     text = coverage.page(ledger(inside={"F1": "because"}), {"F1": [by_hand], "F2": [PROOF, by_hand]})
-    assert "| F1 | this | **inside**: because. [a](../tests/test_a.py): it holds* |" in text
-    assert "| F2 | that | [a](../tests/test_a.py): it holds, it holds* |" in text
+    assert "| F1 | this | **inside**: because. [a](../../tests/test_a.py): it holds* |" in text
+    assert "| F2 | that | [a](../../tests/test_a.py): it holds, it holds* |" in text
 
 
 def test_by_hand_is_read_through_helpers_and_fixtures(tmp_path: Path):
@@ -78,7 +78,7 @@ def test_each_row_has_its_state_and_its_tests():
     states = [coverage.state(row, ledger({"F2": "because"}), proofs) for row in ledger().rows()]
     assert states == ["proven", "missing", "open: there", "later"]
     text = coverage.page(ledger({"F2": "because"}), proofs)
-    assert "| F1 | this | [a](../tests/test_a.py): it holds, again; [b](../tests/x/test_b.py): too |" in text
+    assert "| F1 | this | [a](../../tests/test_a.py): it holds, again; [b](../../tests/x/test_b.py): too |" in text
     assert "| F2 | that | **missing**: because |" in text
     assert "| open: there | 1 |" in text
 

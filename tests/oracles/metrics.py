@@ -1,6 +1,6 @@
 """Metrics, slowly: of rollouts from the JSON of their records, of tokens from lists of ratios and advantages.
 
-Written from docs/metrics.md in plain Python; shares no code with the package.
+Written from docs/reference/metrics.md in plain Python; shares no code with the package.
 """
 
 from __future__ import annotations

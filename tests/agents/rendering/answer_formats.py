@@ -1,6 +1,6 @@
 """How each model family writes thoughts and calls, and what the readers make of five cases of each.
 
-python -m tests.agents.rendering.answer_formats      writes the table into docs/tools.md
+python -m tests.agents.rendering.answer_formats      writes the table into docs/how-to/tools.md
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tapereel.agents.rendering.tool_calls import AnswerStream, CallReader, Calls
 
 from .templates_table import page
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "tools.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "tools.md"
 JUDGED = Path(__file__).with_name("format_judges.json")
 """What vLLM and `renderers` make of the same cases. `format_judges` writes it."""
 BEGIN = "<!-- made by tests/agents/rendering/answer_formats.py -->\n"
@@ -238,4 +238,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text("utf-8"), table(), begin=BEGIN, name="docs/tools.md"), "utf-8")
+    PAGE.write_text(page(PAGE.read_text("utf-8"), table(), begin=BEGIN, name="docs/how-to/tools.md"), "utf-8")

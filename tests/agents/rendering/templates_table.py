@@ -1,6 +1,6 @@
 """Which chat templates let a conversation stay one row, which force new ones, why, and at what cost.
 
-    python -m tests.agents.rendering.templates_table      writes the table into docs/rendering.md
+    python -m tests.agents.rendering.templates_table      writes the table into docs/concepts/rendering.md
 
 Each family's template is played through conversations of three answers as an engine would sample them, with both
 settings of `history`. A test compares the page with what is found.
@@ -17,7 +17,7 @@ from tapereel.agents.rendering.renderer import Renderer, RenderError, Track
 
 from ..families import tokenizer
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "rendering.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "concepts" / "rendering.md"
 BEGIN, END = "<!-- made by tests/agents/rendering/templates_table.py -->\n", "<!-- until here -->\n"
 NAMES = {
     "qwen25": "Qwen 2.5",

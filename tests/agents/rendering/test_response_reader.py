@@ -34,7 +34,7 @@ def test_the_cases_of_each_family_are_read(writer: Writer) -> None:
 
 def test_the_table_of_the_page_is_up_to_date() -> None:
     text = PAGE.read_text("utf-8")
-    assert page(text, table(), begin=BEGIN, name="docs/tools.md") == text
+    assert page(text, table(), begin=BEGIN, name="docs/how-to/tools.md") == text
 
 
 @EACH

@@ -196,7 +196,7 @@ def test_a_tiny_model_keeps_its_defaults(tmp_path: Path):
     assert (made.loop.optimiser.lr, made.warm.optimiser.lr) == (3e-4, 3e-3)
     assert (made.loop.group_size, made.loop.limits.turns, made.loop.sampling.max_tokens) == (16, 8, 64)
     assert made.loop.limits.agent_seconds == 120
-    # Measured: docs/first_hour.md
+    # Measured: docs/project/first_hour.md
     assert (made.warm.updates, made.evaluation.fraction) == (300, 0.25)
     assert (made.engine.slots, made.loop.optimiser.gradient_checkpointing, made.evaluation.engine) == (64, False, None)
 

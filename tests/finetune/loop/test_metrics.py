@@ -27,7 +27,7 @@ from ...oracles import advantages, losses, metrics
 from ..run.stage import EXAMPLE, WORLD, config
 from ..run.test_recorded_losses import LR, Reading
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "reference" / "metrics.md"
 EPOCHS = 3
 
 
@@ -279,7 +279,7 @@ def test_a_value_that_nothing_was_measured_of_is_no_zero(tmp_path: Path) -> None
     assert line["entropy/sampled"] > 0
 
 
-# The table of docs/metrics.md
+# The table of docs/reference/metrics.md
 
 NEEDS = {
     "perf/cuda_memory_mib": "a GPU",
@@ -398,7 +398,7 @@ def test_the_table_has_every_name_that_a_run_writes_and_no_other(every: list[dic
         written = {key for place, key in keys if place == section}
         known = {name: pattern(name) for name in rows_of(section)}
         missing = {key for key in written if not any(one.fullmatch(key) for one in known.values())}
-        assert not missing, f"docs/metrics.md has no row for {sorted(missing)}"
+        assert not missing, f"docs/reference/metrics.md has no row for {sorted(missing)}"
         idle = {name for name, one in known.items() if not any(one.fullmatch(key) for key in written)}
         assert idle == {name for name in NEEDS if name in known}, "rows that no run writes"
 

@@ -1,6 +1,6 @@
 """Every term of a recipe with its kinds and constants, from the models themselves.
 
-    python -m tests.finetune.objective.terms_table      writes the tables into docs/objective.md
+    python -m tests.finetune.objective.terms_table      writes the tables into docs/concepts/objective.md
 
 A test compares the page with what is found.
 """
@@ -27,7 +27,7 @@ from tapereel.tapes.common.config_yaml import write_yaml
 
 from ...agents.rendering.templates_table import page as between
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "objective.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "concepts" / "objective.md"
 BEGIN = "<!-- made by tests/finetune/objective/terms_table.py -->\n"
 NUMBERS: dict[Any, str] = {int: "whole number", float: "number", bool: "true, false", str: "text", type(None): "null"}
 BOUNDS = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}

@@ -11,7 +11,7 @@ from .crash import steady
 from .killers import KILLERS
 from .mutants import MUTANTS, Mutant, broken_store
 
-DOCS = Path(__file__).parents[3] / "docs" / "store.md"
+DOCS = Path(__file__).parents[3] / "docs" / "concepts" / "store.md"
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
