@@ -259,6 +259,11 @@ def verifiers() -> None:
     )
 
 
+def site() -> None:
+    """The site of the pages, built strictly and checked."""
+    subprocess.run([sys.executable, ROOT / "docs" / "build.py"], check=True)
+
+
 SMOKES: dict[str, Callable[[], object]] = {
     "train": trained,
     "lora": lora,
@@ -276,6 +281,7 @@ SMOKES: dict[str, Callable[[], object]] = {
     "math": mathematics,
     "browser": browser,
     "verifiers": verifiers,
+    "docs": site,
 }
 """Extra -> its use. `vllm` is not here: it is only resolved."""
 

@@ -6,13 +6,16 @@ fence ```bash every line that calls `tapereel` must be one that the command take
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import multiprocessing
 import re
 import shlex
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -137,10 +140,54 @@ def test_the_links_of_a_document_lead_somewhere(path: Path):
     assert [(page.name, anchor) for page, anchor in places if anchor not in _anchors(page)] == []
 
 
-def test_every_page_is_reached_from_the_index():
-    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    pages = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")} - {"index.md"}
-    assert {page for page in pages if f"]({page})" not in index} == set(), "link it in docs/index.md"
+def test_every_page_has_one_place_in_the_navigation_of_the_site():
+    def leaves(entry: object) -> Iterator[str]:
+        match entry:
+            case str():
+                yield entry
+            case dict():
+                yield from (leaf for below in entry.values() for leaf in leaves(below))
+            case list():
+                yield from (leaf for below in entry for leaf in leaves(below))
+
+    places = list(leaves(tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]))
+    assert sorted(places) == sorted([*map(_name, DOCUMENTS), "examples/README.md"]), "see nav in zensical.toml"
+
+
+def _script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(name).stem, ROOT / "docs" / name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+BUILT = """<head>{}</head><body><a href="https://example.org">out</a> <a href="#here">here</a>
+<img src="data:image/png;base64,AA"> <a href="../other/">a page</a>{}</body>"""
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "wrong"),
+    [
+        ("", "", []),
+        ('<link rel="stylesheet" href="../x.css">', "<img src='/x.css?v=1#a'>", []),
+        ('<link href="https://fonts.example.org/x.css">', "", ["<link> fetches https://fonts.example.org/x.css"]),
+        ('<script src="//cdn.example.org/x.js"></script>', "", ["<script> fetches //cdn.example.org/x.js"]),
+        ("", '<img src="http://example.org/x.png">', ["<img> fetches http://example.org/x.png"]),
+        ("", '<img src="gone.png"><a href="../gone/">', ["<img> leads to gone.png", "<a> leads to ../gone/"]),
+    ],
+)
+def test_a_built_site_may_fetch_nothing_from_other_hosts(tmp_path: Path, head: str, body: str, wrong: list[str]):
+    for name, text in {"page": BUILT.format(head, body), "other": ""}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "index.html").write_text(text)
+    (tmp_path / "x.css").write_text('a { background: url(data:image/svg+xml;x) } b { background: url("x.png") }')
+    problems = _script("build.py").problems
+    found = [problem.split(": ", 1)[1] for problem in problems(tmp_path)]
+    assert [a.startswith(b) for a, b in zip(found, wrong, strict=True)] == [True] * len(wrong), found
+    (tmp_path / "x.css").write_text("@import 'https://fonts.example.org/y.css';")
+    assert problems(tmp_path)[-1] == "x.css: fetches https://fonts.example.org/y.css from another host"
 
 
 def test_the_pages_that_code_names_exist():

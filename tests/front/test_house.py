@@ -136,7 +136,7 @@ def test_a_folder_imported_as_a_top_level_package_is_refused_with_a_sentence(fol
 
 
 def _all_files() -> list[str]:
-    return [*_modules(), *_sources("tests", "examples", "benchmarks")]
+    return [*_modules(), *_sources("tests", "examples", "benchmarks", "docs")]
 
 
 def test_a_file_is_one_idea():
