@@ -1,4 +1,4 @@
-"""The numbers of other packages' parsers in docs/tools.md are what the installed packages give."""
+"""The numbers of other packages' parsers in docs/how-to/tools.md are what the installed packages give."""
 
 from __future__ import annotations
 

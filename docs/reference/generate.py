@@ -1,0 +1,217 @@
+"""Writes the reference that is generated from code: settings, verbs, errors and, for mkdocstrings, the public names.
+
+python docs/reference/generate.py            write the pages
+python docs/reference/generate.py --check    write nothing; the exit code is 1 if a page isn't current
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import get_args
+
+from pydantic import BaseModel
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
+ROOMS = ("tapes", "envs", "agents", "finetune")
+WIDTH = "100"
+NOTE = "<!-- Written by `python docs/reference/generate.py` from the code. -->"
+ROOTS = {
+    "run": "agents.runs.runner.RunConfig",
+    "train": "finetune.run.train_config.TrainConfig",
+    "branch": "agents.replay.branching.BranchConfig",
+    "serve gateway": "agents.gateway.gateway_control.GatewayConfig",
+    "demo": "finetune.run.demonstrations.DemoConfig",
+    "demo --pictures": "finetune.run.demonstrations.PicturesDemoConfig",
+}
+"""Verb -> the class of its settings."""
+
+
+def pages() -> dict[str, str]:
+    """Path below docs/reference -> text of each generated page."""
+    found = {"settings.md": settings(), "verbs.md": verbs(), "errors.md": errors()}
+    return found | {f"api/{name}.md": api(name) for name in ("tapereel", *ROOMS)}
+
+
+def api(name: str) -> str:
+    """The public names of a package, of which the site shows signature and docstring."""
+    package = importlib.import_module("tapereel" if name == "tapereel" else f"tapereel.{name}")
+    top = importlib.import_module("tapereel")
+    same = {one for one in package.__all__ if getattr(package, one) is getattr(top, one, None)}
+    names = sorted({*package.__all__} - (same if package is not top else set()))
+    also = [f"`{one}`" for one in package.__all__ if one not in names]
+    rows = [f"| `{one}` | {cell(_purpose(getattr(package, one)))} |" for one in names]
+    lines = [f"# `{package.__name__}`", "", NOTE, "", first_sentence(package.__doc__), ""]
+    lines += [f"The [top level](tapereel.md) also has these names of it: {', '.join(also)}.", ""] if also else []
+    lines += ["| name | purpose |", "|---|---|", *rows, ""]
+    return "\n".join(lines) + "".join(f"\n::: {package.__name__}.{one}\n" for one in names)
+
+
+def _purpose(value: object) -> str:
+    """The first sentence about a class or function. Other values only have the docstring of their type."""
+    return first_sentence(inspect.getdoc(value)) if inspect.isclass(value) or inspect.isroutine(value) else ""
+
+
+def first_sentence(text: str | None) -> str:
+    """The first sentence of a docstring, on one line."""
+    paragraph = " ".join((text or "").strip().split("\n\n")[0].split())
+    return re.split(r"(?<=[.?])\s+(?=[A-Z`])", paragraph)[0]
+
+
+def cell(text: str) -> str:
+    """Text for a cell of a Markdown table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def settings() -> str:
+    """Every class of settings once, with the key at which a verb has it."""
+    lines = [
+        "# Settings",
+        "",
+        NOTE,
+        "",
+        "Keys of `--set KEY=VALUE`, of a configuration file and of `settings=` in Python.",
+    ]
+    lines += ["How these combine is explained in [Configuration](configuration.md).", ""]
+    lines += ["`tapereel VERB --dry-run` prints all values of a run."]
+    places: dict[type[BaseModel], str] = {}
+    for verb, path in ROOTS.items():
+        module, _, name = f"tapereel.{path}".rpartition(".")
+        lines += ["", f"## `{verb}`"]
+        lines += _group(getattr(importlib.import_module(module), name), verb, "", places)
+    return "\n".join(lines) + "\n"
+
+
+def _group(kind: type[BaseModel], verb: str, key: str, places: dict[type[BaseModel], str]) -> Iterator[str]:
+    places[kind] = heading = f"`{verb}`: `{key}` ({kind.__name__})" if key else f"`{verb}`"
+    inside: list[tuple[str, type[BaseModel]]] = []
+    if key:
+        yield from ("", f"### {heading}")
+    yield from ("", cell(first_sentence(kind.__doc__)), "", "| key | type | default | meaning |", "|---|---|---|---|")
+    written = dict(_fields(kind))
+    for name, info in kind.model_fields.items():
+        type_, meaning = written[name]
+        inside += [(f"{key}.{name}".lstrip("."), one) for one in _models(info.annotation)]
+        yield f"| `{name}` | {cell(type_)} | {_default(info)} | {cell(meaning)} |"
+    for below, one in inside:
+        if one not in places:
+            yield from _group(one, verb, below, places)
+
+
+def _models(annotation: object) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models(part)]
+
+
+@cache
+def _classes(path: Path) -> dict[str, ast.ClassDef]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _fields(kind: type[BaseModel]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """(name, (type as written, docstring)) of each field, those of base classes first."""
+    for one in reversed([c for c in kind.__mro__ if issubclass(c, BaseModel) and c is not BaseModel]):
+        body = _classes(Path(inspect.getfile(one)))[one.__name__].body
+        for node, after in zip(body, [*body[1:], None], strict=True):
+            if isinstance(node, ast.AnnAssign):
+                text = (
+                    after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+                )
+                yield ast.unparse(node.target), (_type(node.annotation), inspect.cleandoc(str(text)))
+
+
+def _type(node: ast.expr) -> str:
+    """An annotation as written, without `Annotated` and what it adds."""
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Annotated":
+        assert isinstance(node.slice, ast.Tuple)
+        return _type(node.slice.elts[0])
+    return f"`{ast.unparse(node)}`"
+
+
+def _default(info: object) -> str:
+    value = info.get_default(call_default_factory=True)  # type: ignore[attr-defined]
+    if info.is_required():  # type: ignore[attr-defined]
+        return "required"
+    if isinstance(value, BaseModel):
+        plain = value.model_dump(mode="json", exclude_unset=True)
+        return f"`{cell(str(plain))}`" if plain else ""
+    return f"`{cell(repr(value))}`"
+
+
+def verbs() -> str:
+    """The help of every verb, as wide as the variable COLUMNS says."""
+    command = importlib.import_module("tapereel.cli.command")
+    lines = [
+        "# Verbs",
+        "",
+        NOTE,
+        "",
+        "`tapereel VERB --help` prints the same. [The command line](cli.md) explains how they",
+    ]
+    lines += ["are used together.", ""]
+    for name in command.commands():
+        verb, _, target = name.partition(" ")
+        parser = command.verb_parser(verb)
+        if target:
+            (below,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+            parser = below.choices[target]
+        help_ = "\n".join(line.rstrip() for line in parser.format_help().strip().splitlines())
+        lines += [f"## {name}", "", "```text", help_, "```", ""]
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def errors() -> str:
+    """The public exception classes, from their sources: nothing is imported."""
+    classes: dict[str, tuple[ast.ClassDef, str]] = {}
+    for path in sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
+        module = ".".join(("tapereel", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+        classes |= {name: (node, module) for name, node in _classes(path).items()}
+
+    def derives(name: str) -> bool:
+        bases = [ast.unparse(base).rpartition(".")[2] for base in classes[name][0].bases] if name in classes else []
+        return name == "TapereelError" or any(map(derives, bases))
+
+    lines = [
+        "# Errors",
+        "",
+        NOTE,
+        "",
+        "Every error of Tapereel is a `TapereelError`. The message names the value, the place,",
+    ]
+    lines += ["the cause and the remedy.", "", "| class | module | meaning |", "|---|---|---|"]
+    for name in sorted(name for name in classes if derives(name) and not name.startswith("_")):
+        node, module = classes[name]
+        lines.append(f"| `{name}` | `{module}` | {cell(first_sentence(ast.get_docstring(node)))} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Write the pages, or compare them with what they should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check, stale = parser.parse_args().check, []
+    os.environ["COLUMNS"] = WIDTH
+    for name, text in pages().items():
+        path = FOLDER / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(name)
+            if not check:
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+    print("\n".join(f"docs/reference/{name} {'is out of date' if check else 'written'}" for name in stale) or "current")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
