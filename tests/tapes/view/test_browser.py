@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,11 @@ from tapereel.tapes import Task
 from tapereel.tapes.audit.verdict import verified
 from tapereel.tapes.common.run_async import run_async
 from tapereel.tapes.pictures import Picture, Video, pictures_of
-from tapereel.tapes.records import Constraint
 from tapereel.tapes.store.store import Store
 
 from ...agents.episode.test_seeing import Player, played
 from ...agents.episode.test_seeing_tokens import Babbler
 from ...agents.picture_worlds import Cinema, Corners, square
-from ...front.making import sampled_tape
 from .lab import HOSTILE, Recording, episode, growing, training_run
 from .serving import served
 from .test_checks import other, said_of
@@ -173,25 +170,6 @@ def test_a_tape_has_an_outline_a_transcript_and_an_inspector(page, server):
     page.locator("article.step.action").nth(2).click()
     page.wait_for_url(re.compile("#/tape/g0a1/step/5$"))
     assert "reward right 1" in " ".join(inspector.inner_text().split())
-
-
-def test_the_form_that_a_request_demanded_is_shown(page, tmp_path: Path):
-    tape = sampled_tape('{"n": 42}', logprobs=None)
-    schema = {"type": "object", "title": HOSTILE}
-    with Store.create(tmp_path / "run") as store:
-        for body in tape.bodies:
-            record = json.loads(body)
-            if record["t"] == "call":
-                form = Constraint(json_schema=schema, tools=("add",), enforced=True)
-                body = json.dumps({**record, "constraint": form.model_dump(mode="json")}).encode()
-            store.writer.append(body)
-    with served(tmp_path / "run") as server:
-        _open(page, server, f"#/tape/{tape.id}/call/{tape.id}.1")
-        page.get_by_role("tab", name="Request").wait_for()
-        inspector = page.locator(".inspector")
-        assert "JSON or add, enforced" in inspector.inner_text()
-        inspector.get_by_text("Schema of the answer").click()
-        assert HOSTILE[:10] in inspector.inner_text()
 
 
 def test_what_a_rewritten_history_lost_is_shown(page, server):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tapereel.tapes.records import Constraint
+from tapereel.tapes.store.store import Store
 from tapereel.tapes.view import RunView
 from tapereel.tapes.view.bundle import write_view
 
-from .lab import hostile_run, long_run, training_run, wide_run
+from ...front.making import sampled_tape
+from .lab import HOSTILE, hostile_run, long_run, training_run, wide_run
 from .serving import served
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(200)]
@@ -202,3 +206,22 @@ def test_a_page_shows_the_same_without_a_server(page, tmp_path: Path):
     page.wait_for_function("() => T.app.table.found.length === 1")
     page.goto(f"{address}#/tape/nobody")
     page.locator(".state", has_text="no tape nobody is in this report").wait_for()
+
+
+def test_the_form_that_a_request_demanded_is_shown(page, tmp_path: Path):
+    tape = sampled_tape('{"n": 42}', logprobs=None)
+    schema = {"type": "object", "title": HOSTILE}
+    with Store.create(tmp_path / "run") as store:
+        for body in tape.bodies:
+            record = json.loads(body)
+            if record["t"] == "call":
+                form = Constraint(json_schema=schema, tools=("add",), enforced=True)
+                body = json.dumps({**record, "constraint": form.model_dump(mode="json")}).encode()
+            store.writer.append(body)
+    with served(tmp_path / "run") as server:
+        page.goto(f"{server.url}#/tape/{tape.id}/call/{tape.id}.1")
+        page.get_by_role("tab", name="Request").wait_for()
+        inspector = page.locator(".inspector")
+        assert "JSON or add, enforced" in inspector.inner_text()
+        inspector.get_by_text("Schema of the answer").click()
+        assert HOSTILE[:10] in inspector.inner_text()
