@@ -344,7 +344,7 @@ class History:
                     # program.
                     broken = [f"no record has the digests of {path}"]
                 if broken:
-                    raise BadCheckpoint(broken[0])
+                    raise BadCheckpoint((self.held.damage(one) or broken)[0])
                 if fits(one):
                     self._load(one)
                     return True

@@ -18,8 +18,9 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -47,8 +48,8 @@ T = TypeVar("T")
 STATE, TAUGHT = "state.json", "taught.jsonl"
 POLICY, TRAINER = "policy", "trainer"
 """Folders with the parts that several processes have written."""
-TIED = "tied.json"
-"""Names of tensors that are written under another name."""
+PIECES = "pieces.json"
+"""File with the SHA-256 of every piece of a tensor, and with the tensors that are written under another name."""
 FILE_BYTES = 2**26
 """Tensors are written in files of about this size per process, because each file is prepared in memory."""
 PART = "part"
@@ -87,16 +88,26 @@ class Checkpoint:
         """Whether several processes have written their parts."""
         return (self.path / POLICY).is_dir()
 
+    def damage(self, rank: int = 0, size: int = 1) -> list[str]:
+        """Return a sentence for each piece of a tensor that isn't the saved one. Of `size` processes, each checks its
+        share of the files. A checkpoint that a single process has written has no pieces."""
+        folders = [folder for name in (POLICY, TRAINER) if (folder := self.path / name).is_dir()]
+        return [sentence for folder in folders for sentence in damage(folder, rank, size)]
+
     def weights(self) -> dict[str, Tensor]:
         """Return the policy's parameters by name. Raises BadCheckpoint if their digest isn't the recorded one."""
         weights = read_parts(self.path / POLICY) if self.shared else self._load("policy.pt")
+        self.check(weights)
+        return weights
+
+    def check(self, weights: Mapping[str, Tensor]) -> None:
+        """Raise BadCheckpoint if the digest of `weights` isn't the recorded one."""
         found = weights_digest(weights)
         if found != self.state["digest"]:
             raise BadCheckpoint(
                 f"{self.path}: the weights have digest {found}, state.json says {self.state['digest']}: they were "
                 "changed or damaged; use another checkpoint"
             )
-        return weights
 
     def taught(self) -> dict[str, tuple[str, ...]]:
         """Return the content of each tape that was trained on, by tape id: the tape's own digest, then the digests of
@@ -172,6 +183,10 @@ class ModelWeights:
         """Replace the weights with those in the checkpoint."""
         self.model.load_state_dict(checkpoint.weights())
 
+    def damage(self, checkpoint: Checkpoint) -> list[str]:
+        """Return a sentence for each damaged piece of a tensor in the checkpoint (`Checkpoint.damage`)."""
+        return checkpoint.damage()
+
     def call(self, function: Callable[..., T], **arguments: object) -> T:
         """Return `function(model, **arguments)`."""
         return function(self.model, **arguments)
@@ -199,8 +214,48 @@ def write_parts(folder: Path, tensors: Mapping[str, Tensor], group: distributed.
         storage_writer=HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True),
         process_group=group,
     )
+    # Each process has the digests of its own files, whose names `HuggingFaceStorageWriter` makes.
+    mine = folder.glob(f"shard-{distributed.get_rank(group) + 1:05d}-*")
+    found: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(found, {file.name: dict(_digests(file)) for file in mine}, group=group)
     if distributed.get_rank(group) == 0:
-        (folder / TIED).write_text(json.dumps({name: own for name, own in tied.items() if name != own}))
+        files = {name: digests for each in found for name, digests in each.items()}
+        about = {"pieces": files, "tied": {name: own for name, own in tied.items() if name != own}}
+        (folder / PIECES).write_text(json.dumps(about))
+
+
+def _digests(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield the SHA-256 of a safetensors file's header, under the name "", and then of each tensor in it."""
+    with REAL.open(file) as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as data:
+        start = 8 + int.from_bytes(data[:8], "little")
+        yield "", hashlib.sha256(data[:start]).hexdigest()
+        for name, about in json.loads(data[8:start]).items():
+            if name != "__metadata__":
+                first, end = about["data_offsets"]
+                yield name, hashlib.sha256(memoryview(data)[start + first : start + end]).hexdigest()
+
+
+def damage(folder: Path, rank: int = 0, size: int = 1) -> list[str]:
+    """Return a sentence for each file that `write_parts` wrote to `folder` and that is missing or differs, with the
+    first tensor that differs. Of `size` processes, each checks its share of the files."""
+    try:
+        pieces: dict[str, dict[str, str]] = json.loads(read_file(folder / PIECES))["pieces"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [f"{folder / PIECES} can't be read: {type(error).__name__}: {error}"]
+    names = {*pieces, *(file.name for file in folder.glob("*.safetensors"))}
+    found = (_changed(folder / name, pieces.get(name, {})) for name in sorted(names)[rank::size])
+    return [sentence for sentence in found if sentence is not None]
+
+
+def _changed(file: Path, recorded: Mapping[str, str]) -> str | None:
+    try:
+        for name, found in _digests(file):
+            if found != recorded.get(name):  # the header comes first, so only a header that was saved is parsed
+                what = f"the piece of tensor {name}" if name else "the header"
+                return f"{file}: {what} was changed: it has SHA-256 {found}, {PIECES} says {recorded.get(name)}"
+    except (OSError, ValueError) as error:
+        return f"{file} can't be read: {type(error).__name__}: {error}"
+    return None
 
 
 def read_parts(
@@ -208,7 +263,9 @@ def read_parts(
 ) -> dict[str, Tensor]:
     """Read what `write_parts` wrote. Without `tensors`, return whole tensors. With `tensors`, which may be sharded
     differently, read into them, and return those that are in the files. All processes of the group must then call this
-    together. Raises BadCheckpoint if a file can't be read."""
+    together. Raises BadCheckpoint if a file can't be read, or without `tensors`, if a piece was changed."""
+    if tensors is None and (broken := damage(folder)):
+        raise BadCheckpoint(broken[0])
     try:
         stored = cast("dict[str, TensorStorageMetadata]", _reader(folder).read_metadata().state_dict_metadata)
         if tensors is None:
@@ -220,7 +277,7 @@ def read_parts(
             if found:
                 reader, alone = _reader(folder), tensors is None
                 state_dict_loader.load(dict(found), storage_reader=reader, process_group=group, no_dist=alone)
-        tied: dict[str, str] = json.loads(read_file(folder / TIED))
+        tied: dict[str, str] = json.loads(read_file(folder / PIECES))["tied"]
     except (OSError, ValueError, SafetensorError, CheckpointException) as error:
         raise BadCheckpoint(f"{folder} can't be read: {type(error).__name__}: {error}") from error
     if tensors is not None and (lacking := stored.keys() - found.keys()):

@@ -29,9 +29,8 @@ import torch
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 
-from ...agents.engines.embedded.pretrained import emptied, fill, quiet_transformers, weights_digest
+from ...agents.engines.embedded.pretrained import emptied, fill, quiet_transformers
 from ...agents.engines.weights.weight_sync import write_tensors
-from ...tapes.errors import TapereelError
 from ..data.rows import Row
 from ..data.stream import BadBatch, Episode, Stream
 from ..objective import Sums
@@ -39,6 +38,7 @@ from ..objective import loss as objective
 from .checkpoint import (
     POLICY,
     TRAINER,
+    BadCheckpoint,
     Checkpoint,
     ModelWeights,
     joined,
@@ -151,17 +151,21 @@ class Processes(ModelWeights):
             write_tensors(weights, folder / "model.safetensors")
 
     def read(self, checkpoint: Checkpoint) -> None:
-        """Replace the weights with those in the checkpoint, of which each rank reads its part. Raises TapereelError if
+        """Replace the weights with those in the checkpoint, of which each rank reads its part. Raises BadCheckpoint if
         they aren't those that were saved. Only for rank 0."""
         if not self.shared:
             return super().read(checkpoint)
+        if broken := self.damage(checkpoint):
+            raise BadCheckpoint(broken[0])
+        if not checkpoint.shared:
+            checkpoint.check(cast("dict[str, Tensor]", checkpoint.mapped("policy.pt")))
         self.on_all("read", checkpoint=checkpoint)
-        found = weights_digest(self.weights())
-        if found != checkpoint.state["digest"]:
-            raise TapereelError(
-                f"{checkpoint.path}: the weights have digest {found}, state.json says {checkpoint.state['digest']}: "
-                "they were changed or damaged; delete this folder to continue from another checkpoint"
-            )
+        checkpoint.check(self.weights())
+
+    def damage(self, checkpoint: Checkpoint) -> list[str]:
+        """Return a sentence for each damaged piece of a tensor. Each rank checks a share of the files. Only for rank
+        0."""
+        return cast("list[str]", self.on_all("damage", checkpoint=checkpoint)) if self.shared else checkpoint.damage()
 
     def call(self, function: Callable[..., T], **arguments: object) -> T:
         """Return `function(model, **arguments)`, computed with whole weights on every rank. `function` must be at the
@@ -243,6 +247,10 @@ class Processes(ModelWeights):
         rest, tensors = taken_apart(self.member.own_state())
         write_parts(folder / TRAINER, tensors, self.ranks.group)
         return rest
+
+    def _damage(self, checkpoint: Checkpoint) -> list[str]:
+        found = self.ranks.all_gather(checkpoint.damage(self.ranks.rank, self.ranks.size))
+        return [sentence for own in found for sentence in own]
 
     def _read(self, checkpoint: Checkpoint) -> None:
         own = dict(self.model.state_dict())
