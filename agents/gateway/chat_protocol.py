@@ -38,8 +38,23 @@ from .dialect import (
     invalid,
 )
 
-_IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
-"""Fields for a hosted service that don't affect sampling."""
+_IGNORED = frozenset(
+    {
+        "metadata",
+        "moderation",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "reasoning_effort",  # the chat template decides whether and how a model thinks
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    }
+)
+"""Fields that mean nothing for a model of one's own."""
 _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "n": (1,),
     "presence_penalty": (0,),
@@ -47,6 +62,9 @@ _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "logit_bias": ({},),
     "top_logprobs": (0,),
     "modalities": (["text"],),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
 }
 """Fields that are accepted only with these values."""
 CHUNK = "chat.completion.chunk"
@@ -122,7 +140,7 @@ def _tool(tool: dict[str, JsonValue]) -> dict[str, JsonValue]:
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError('must be {"type": "function", "function": {"name": ...}}')
-    return tool
+    return {"type": "function", "function": function}  # without `cache_control`, which a template would show
 
 
 class _Named(BaseModel):
@@ -203,7 +221,7 @@ def read(data: Mapping[str, JsonValue]) -> Asked:
         raise invalid(error, "messages") from None
     check_pictures(sum(isinstance(part, _ImagePart) for message in messages for part in message.content), "messages")
     try:
-        found = _Request.model_validate({name: value for name, value in left.items() if name not in _NEUTRAL})
+        found = _Request.model_validate(left)
     except ValidationError as error:
         raise invalid(error) from None
     choice, form = found.tool_choice, found.response_format

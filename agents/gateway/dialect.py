@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 from pydantic import AfterValidator, Field, JsonValue, ValidationError
 from pydantic_core import to_json
@@ -29,8 +29,10 @@ again, so they don't count."""
 THOUGHT = "thought"
 """The key of the thoughts that a client sends back in an assistant's message. The session compares them with the
 thoughts that were sent, and removes them."""
+_OWN = frozenset({"input", "input_schema", "parameters", "schema"})
+"""Keys of objects that belong to the program, so that null is a value in them."""
 ANSWER = "answer"
-"""A message with this key stands for the answer with this id, which the session inserts."""
+"""A message with this key refers to the answer with this id, which the session inserts."""
 PLACE = "place"
 """The key of a picture's part that names its place in the request, if this isn't its place in `Asked.messages`."""
 
@@ -58,7 +60,8 @@ class Asked:
 
     messages: list[Message]
     """In the chat format. A message's content is plain text, or parts with data URLs that aren't decoded yet. Empty
-    fields are left out. A message with `ANSWER` stands for an earlier answer."""
+    fields are left out. A message with `ANSWER` stands for the thought and the text of an earlier answer. Its own
+    fields replace them. Each of its `tool_calls` is a call, or the index of a call of the answer."""
     tools: list[dict[str, JsonValue]]
     """In the chat format."""
     left_out: tuple[str, ...] = ()
@@ -262,19 +265,33 @@ def invalid(error: ValidationError, *within: str) -> Refused:
 def fields_of(
     data: Mapping[str, JsonValue], ignored: Collection[str], neutral: Mapping[str, tuple[JsonValue, ...]]
 ) -> dict[str, JsonValue]:
-    """Return the fields of a request that are set and not ignored. Raises Refused if a field in `neutral` has a value
-    other than those listed there."""
-    left: dict[str, JsonValue] = {
-        name: value for name, value in data.items() if value is not None and name not in ignored
-    }
-    for name, allowed in neutral.items():
-        if name in left and left[name] not in allowed:
+    """Return the fields of a request without those that are null, an empty list, ignored or neutral. Raises Refused if
+    a field in `neutral` has a value other than those listed there."""
+    left: dict[str, JsonValue] = {}
+    for name, value in _without_nulls(data).items():
+        if value == [] or name in ignored or value in neutral.get(name, ()):
+            continue
+        if name in neutral:
             raise bad(
-                f"{name}={json.dumps(left[name])[:200]} is not supported; leave it out"
+                f"{name}={json.dumps(value)[:200]} is not supported; leave it out"
                 + (", and ask once for each answer" if name == "n" else ""),
                 name,
             )
+        left[name] = value
     return left
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without fields that are null. Many clients send a null for each field that isn't set."""
+    if isinstance(value, list):
+        return [_without_nulls(one) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        name: one if name in _OWN and isinstance(one, dict) else _without_nulls(one)
+        for name, one in value.items()
+        if one is not None
+    }
 
 
 def demanded(

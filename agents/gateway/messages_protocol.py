@@ -47,6 +47,7 @@ from .dialect import (
 
 _IGNORED = frozenset(
     {
+        "betas",
         "billing_policy",
         "cache_control",
         "diagnostics",

@@ -210,7 +210,7 @@ class _Choice(BaseModel):
     """The tool that the answer must call."""
 
     model_config = ConfigDict(extra="forbid")
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
 
@@ -250,7 +250,7 @@ def read(data: Mapping[str, JsonValue]) -> Asked:
     """Check the JSON object of a request. Raises Refused with the name of the invalid field."""
     left = fields_of(data, _IGNORED, _NEUTRAL)
     try:
-        found = _Request.model_validate({name: value for name, value in left.items() if name not in _NEUTRAL})
+        found = _Request.model_validate(left)
     except ValidationError as error:
         raise invalid(error) from None
     messages = [] if found.instructions is None else [{"role": "system", "content": found.instructions}]

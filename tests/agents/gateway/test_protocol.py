@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapereel.agents.gateway import chat_protocol
+from tapereel.agents.gateway import chat_protocol, messages_protocol, responses_protocol
 from tapereel.agents.gateway.chat_protocol import token_logprobs
 from tapereel.agents.gateway.dialect import Answered, Refused
 from tapereel.tapes.common.plain_json import read_plain
@@ -62,6 +62,55 @@ def test_what_clients_send_is_read():
     assert read(tools=[TOOL], tool_choice="none").tools == []
     assert read(stream_options={}, stream=True).wire["include_usage"] is False
     assert read(stop=None, seed=None, temperature=None).temperature is None
+
+
+FUNCTION = {"name": "add", "description": None, "parameters": {"type": "object", "default": None}, "strict": None}
+CHAT: Any = {
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "hi"}], "name": None, "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": None, "type": None, "function": FUNCTION}]},
+        {"role": "tool", "content": None, "tool_call_id": "c"},
+    ],
+    "tools": [{"type": "function", "function": FUNCTION, "cache_control": {"type": "ephemeral"}}],
+    "stream_options": {"include_usage": None},
+    "response_format": {"type": "text", "json_schema": None},
+    **{"functions": [], "reasoning_effort": "low", "verbosity": "low", "top_k": -1, "min_p": 0, "stop": None},
+}
+RESPONSES: Any = {
+    "input": [
+        {"role": "user", "type": None, "id": None, "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "reasoning", "id": None, "content": None, "summary": None, "encrypted_content": None},
+        {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}", "namespace": None, "status": None},
+        {"type": "function_call_output", "call_id": "c", "output": "3", "id": None},
+    ],
+    "tools": [{"type": "function", **FUNCTION}],
+    "text": {"format": None, "verbosity": None},
+    **{"context_management": [], "include": None, "metadata": None, "store": None, "stream": None},
+}
+MESSAGES: Any = {
+    "max_tokens": 9,
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": None}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "add", "input": {"a": None}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": None, "is_error": None}]},
+    ],
+    "tools": [{"type": None, "name": "add", "description": None, "input_schema": FUNCTION["parameters"]}],
+    "tool_choice": {"type": "auto", "name": None, "disable_parallel_tool_use": None},
+    **{"mcp_servers": [], "betas": ["x"], "stop_sequences": None},
+}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body"), [(chat_protocol, CHAT), (responses_protocol, RESPONSES), (messages_protocol, MESSAGES)]
+)
+def test_a_field_that_is_null_or_an_empty_list_counts_as_left_out(dialect: Any, body: Any):
+    found = dialect.read(body)
+    (tool,) = found.tools
+    assert tool == {"type": "function", "function": {"name": "add", "parameters": FUNCTION["parameters"]}}
+    assert [message["role"] for message in found.messages] == ["user", "assistant", "tool"]
+    (call,) = found.messages[1]["tool_calls"]
+    if dialect is messages_protocol:
+        assert call["function"]["arguments"] == '{"a": null}', "the model's own null is kept"
 
 
 def test_messages_become_plain():
