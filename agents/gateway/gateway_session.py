@@ -178,8 +178,8 @@ class Session:
         self._renderer = llm.engine.renderer if llm.engine is not None else None
         self._asking: set[asyncio.Task[Answered]] = set()
         self._numbers: Counter[str] = Counter()
-        self._answered: dict[str, tuple[str, int]] = {}
-        """The call of each answer and the number of its instructions, by the answer's id."""
+        self._answered: dict[str, tuple[str, int, Message]] = {}
+        """The call of each answer, the number of its instructions, and its message as it was sent, by its id."""
         self._sent: dict[_EchoKey, list[_Sent]] = {}
         """The answers sent so far, by `_echo_key`."""
         self._places: dict[str | None, int] = {}
@@ -354,7 +354,8 @@ class Session:
             _warn_once(
                 f"{UNUSABLE}: the engine enforces the form of their answers; ask without tool_choice and schemas"
             )
-        self._answered[name] = reply.call, request.instructions
+        sent: Message = {"role": "assistant", "content": answer.text, "tool_calls": tools, THOUGHT: answer.reasoning}
+        self._answered[name] = reply.call, request.instructions, sent
         self._places |= {call["id"]: k for k, call in enumerate(tools)}
         self._sent.setdefault(_echo_key(answer.message), []).append(_Sent(*place, reply.reasoning, tools, call.reply))
         # The exchange is recorded even if the answer is refused below, because its tokens were sampled.
@@ -406,20 +407,34 @@ class Session:
 
         Raises Refused if an id isn't known.
         """
-        messages = [self._named(one[ANSWER], "messages")[0].reply if ANSWER in one else one for one in request.messages]
+        messages = [self._referred(one) if ANSWER in one else one for one in request.messages]
         if request.previous is None:
             return messages
-        call, instructions = self._named(request.previous, "previous_response_id")
+        call, instructions, _ = self._named(request.previous, "previous_response_id")
         before = [*self._record.call_messages(call)[instructions:], call.reply]
         return [*messages[: request.instructions], *before, *messages[request.instructions :]]
 
-    def _named(self, id: str, param: str) -> tuple[Call, int]:
-        """Return the call of the answer with this id, and the number of the instructions in its request."""
+    def _referred(self, message: Message) -> Message:
+        """Return the recorded message of the answer that `message` refers to. If the client left out a call, or sent
+        something else than was sent, return a message of its own. Raises Refused."""
+        call, _, sent = self._named(message[ANSWER], "messages")
+        calls = list[Message]()
+        for one in message.get("tool_calls", ()):
+            if isinstance(one, int) and one >= len(sent["tool_calls"]):
+                raise _unknown(f"{message[ANSWER]}{one}", "messages")
+            calls.append(sent["tool_calls"][one] if isinstance(one, int) else one)
+        said = {name: value for name, value in (sent | message).items() if name not in (ANSWER, "tool_calls")}
+        said |= {"tool_calls": calls} if calls else {}
+        same = _echo_key(said) == _echo_key(sent) and said[THOUGHT].strip() == sent[THOUGHT]
+        return call.reply if same else said
+
+    def _named(self, id: str, param: str) -> tuple[Call, int, Message]:
+        """Return the call of the answer with this id, the number of the instructions in its request, and the answer.
+        Raises Refused if no answer has this id."""
         if id not in self._answered:
-            why = f"no answer in this episode has the id {id[:100]!r}: send its messages"
-            raise Refused(400, why, code="previous_response_not_found", param=param)
-        call, instructions = self._answered[id]
-        return self._llm.recorder.log.call(call), instructions
+            raise _unknown(id, param)
+        call, instructions, sent = self._answered[id]
+        return self._llm.recorder.log.call(call), instructions, sent
 
     def _recorded(self, messages: Sequence[Message], conversation: str) -> list[Message]:
         """Replace each message that repeats a sent answer by the recorded message. Others stay unchanged.
@@ -531,6 +546,11 @@ def _warn_once(sentence: str) -> None:
 def ended() -> Refused:
     """Return the error for a request with the key of an ended tape."""
     return Refused(403, "the tape of this key has ended", code="tape_ended", final=True)
+
+
+def _unknown(id: str, param: str) -> Refused:
+    why = f"no answer in this episode has the id {id[:100]!r}: send its messages"
+    return Refused(400, why, code="previous_response_not_found", param=param)
 
 
 def _limit(error: LimitReached) -> Refused:

@@ -77,7 +77,7 @@ _Include = Literal[
     "code_interpreter_call.outputs",
 ]
 """Only log-probs are included. The others belong to OpenAI's own tools and to encrypted thoughts."""
-_ITEM_ID = re.compile(r"(?:msg|fc|ctc|rs|call)_([0-9a-f]{24})\d*")
+_ITEM_ID = re.compile(r"(msg|fc|ctc|rs|call)_([0-9a-f]{24})(\d*)")
 
 
 class _Text(BaseModel):
@@ -297,8 +297,9 @@ def read(data: Mapping[str, JsonValue]) -> Asked:
 
 
 def _messages(items: Iterable[Any]) -> list[Message]:
-    """Return the items as messages. Calls belong to the assistant's message before them. A thought begins a message,
-    unless its id shows that it belongs to the message before it."""
+    """Return the items as messages. Calls belong to the assistant's message before them, or to the one directly behind
+    them, as Haystack sends it. A thought begins a message, unless its id shows that it belongs to the message before
+    it."""
     found = list[Message]()
     pictures, answer = 0, None
     for k, item in enumerate(items):
@@ -309,16 +310,16 @@ def _messages(items: Iterable[Any]) -> list[Message]:
             before, answer = answer, _answer_of(item.id)
             same = answer is not None and answer == before
             if item.role == "assistant" and last is not None and isinstance(content, str):
-                if THOUGHT in last and not last["content"] and "tool_calls" not in last:
+                if last.get("content") == "" and (THOUGHT in last or "tool_calls" in last):
                     last["content"] = content
                     continue
-                if same and isinstance(last.get("content"), str):
-                    last["content"] += content
+                if same and isinstance(last.get("content", ""), str):
+                    last["content"] = last.get("content", "") + content
                     continue
             found.append({"role": item.role, "content": content})
         elif isinstance(item, _ReasoningItem):
             before, answer = answer, _answer_of(item.id)
-            if last is not None and ANSWER not in last and answer is not None and answer == before:
+            if item.text and last is not None and answer is not None and answer == before:
                 last[THOUGHT] = last.get(THOUGHT, "") + item.text
             elif item.text:
                 found.append({"role": "assistant", "content": "", THOUGHT: item.text})
@@ -327,16 +328,18 @@ def _messages(items: Iterable[Any]) -> list[Message]:
             found.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
             pictures += sum(isinstance(part, _Image) for part in item.output)
         elif isinstance(item, _CallItem | _CustomCallItem):
-            if last is not None and last.get(ANSWER, "") == _answer_of(item.call_id):
-                continue  # Vercel's SDK refers to the thought and sends the call: the whole answer is there already
-            if last is None or ANSWER in last:
+            # Vercel's SDK refers to the thought and the text, and sends the calls.
+            if last is None or last.get(ANSWER) not in (None, _answer_of(item.call_id) or last.get(ANSWER)):
                 last = {"role": "assistant", "content": ""}
                 found.append(last)
             last.setdefault("tool_calls", []).append(item.chat())
         elif isinstance(item, _ReferenceItem):
             answer = _answer_of(item.id) or item.id
             if last is None or last.get(ANSWER) != answer:  # an answer has several items
-                found.append({"role": "assistant", ANSWER: answer})
+                last = {"role": "assistant", ANSWER: answer}
+                found.append(last)
+            if (known := _ITEM_ID.fullmatch(item.id)) and known[1] in ("fc", "ctc"):
+                last.setdefault("tool_calls", []).append(int(known[3] or 0))
     check_pictures(pictures, "input")
     return found
 
@@ -344,7 +347,7 @@ def _messages(items: Iterable[Any]) -> list[Message]:
 def _answer_of(id: str | None) -> str | None:
     """Return the id of the answer that an item belongs to, or None if the gateway didn't make the item's id."""
     known = _ITEM_ID.fullmatch(id or "")
-    return known[1] if known else None
+    return known[2] if known else None
 
 
 def _content(parts: Iterable[_Text | _Refusal | _Image], place: str) -> str | list[Message]:

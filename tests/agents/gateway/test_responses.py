@@ -81,6 +81,19 @@ def test_items_become_messages():
     ]
 
 
+def test_calls_and_text_of_one_turn_are_one_message_in_either_order():
+    """Haystack sends the thought, the calls and then the text."""
+    thought = {"type": "reasoning", "id": None, "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    text = {"role": "assistant", "content": "i add."}
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "3"}
+    one = read(input=[*USER, thought, text, call, output]).messages
+    assert read(input=[*USER, thought, call, text, output]).messages == one
+    assert [message["role"] for message in one] == ["user", "assistant", "tool"]
+    split = read(input=[*USER, call, output, text]).messages
+    assert [message["role"] for message in split] == ["user", "assistant", "tool", "assistant"]
+
+
 def test_fields_are_honoured_or_mean_nothing():
     found = read(
         tools=[TOOL | {"strict": True, "description": None}],
@@ -150,19 +163,18 @@ def test_a_call_of_a_custom_tool_comes_and_goes_as_text(tool: Any, namespace: st
         assert json.loads(back["tool_calls"][0]["function"]["arguments"]) == sent
         assert result == {"role": "tool", "content": "done", "tool_call_id": "c"}
         reference = [{"type": "item_reference", "id": item["id"]}]
-        assert read(input=reference).messages == [{"role": "assistant", ANSWER: "0" * 24}]
+        assert read(input=reference).messages == [{"role": "assistant", ANSWER: "0" * 24, "tool_calls": [0]}]
 
 
-def test_a_call_that_is_sent_next_to_a_reference_to_its_answer_is_there_already():
+def test_a_call_next_to_a_reference_belongs_to_the_answer_unless_its_id_is_of_another():
     """Vercel's SDK refers to a thought and to the text, and sends the call."""
     name, other = "0" * 24, "1" * 24
     call = {"type": "function_call", "name": "add", "arguments": "{}"}
     references = [{"type": "item_reference", "id": f"{kind}_{name}"} for kind in ("rs", "msg")]
-    own, foreign = {**call, "call_id": f"call_{name}0"}, {**call, "call_id": f"call_{other}0"}
-    assert read(input=[*references, own, {**own, "call_id": f"call_{name}1"}]).messages == [
-        {"role": "assistant", ANSWER: name}
-    ]
-    messages = read(input=[*references, foreign]).messages
+    for id in (f"call_{name}0", "an engine's own"):
+        (message,) = read(input=[*references, {**call, "call_id": id}]).messages
+        assert (message[ANSWER], [one["id"] for one in message["tool_calls"]]) == (name, [id])
+    messages = read(input=[*references, {**call, "call_id": f"call_{other}0"}]).messages
     assert [ANSWER in message for message in messages] == [True, False]
 
 
@@ -339,6 +351,59 @@ def test_a_conversation_continues_by_its_id(tmp_path: Path):
     for (status, body), param in zip(refused, ("previous_response_id", "input"), strict=True):
         assert (status, body["error"]["param"]) == (400, param)
         assert body["error"]["code"] == "previous_response_not_found"
+
+
+def test_what_is_sent_next_to_a_reference_counts(tmp_path: Path):
+    """A reference stands for its own item. A call that the client changed or dropped isn't in the next prompt."""
+
+    def refer(item: Any) -> dict[str, Any]:
+        return {"type": "item_reference", "id": item["id"]}
+
+    async def scene() -> tuple[Tape, Any]:
+        said = iter([f"i add. {CALL % 1} {CALL % 2}", *["done"] * 9])
+        async with served(tmp_path, Told(lambda messages: next(said)), sampling=LONG) as there:
+            tape, client = await there.begin(task="t")
+            _, answer = await post(client, input="go", tools=[TOOL])
+            text, one, two = answer["output"]
+            changed, written = {**two, "arguments": '{"a": 5}'}, {**text, "content": "i don't."}
+            for items in (
+                [refer(text), refer(one), refer(two)],
+                [refer(text), one, {**two, "arguments": '{"a":2}'}],
+                [refer(text), one, changed],
+                [refer(text), refer(one), changed],
+                [refer(text), one],
+                [refer(text)],
+                [refer(one), written, two],
+            ):
+                results = [
+                    {"type": "function_call_output", "call_id": item["call_id"], "output": "3"}
+                    for item in (one, two)
+                    if item["id"] in [sent["id"] for sent in items]
+                ]
+                await post(client, input=[{"role": "user", "content": "go"}, *items, *results], tools=[TOOL])
+            refused = await post(client, input=[{"type": "item_reference", "id": f"{one['id']}9"}])
+            await there.end(tape)
+            return there.tape(tape), refused
+
+    tape, refused = asyncio.run(scene())
+    assert refused[0] == 400
+    assert refused[1]["error"]["code"] == "previous_response_not_found"
+    first, *following = [call for call in tape.calls if tape.call_messages(call)[0]["content"] == "go"]
+    sent = [tape.call_messages(call)[1] for call in following]
+    sampled = [*tape.call_prompt(first), *(first.completion or ())]
+    held = [list(tape.call_prompt(call)[: len(sampled)]) == sampled for call in following]
+    assert held == [True, True, *[False] * 5]
+    assert sent[:2] == [first.reply] * 2
+    assert [
+        (message["content"], [call["function"]["arguments"] for call in message.get("tool_calls", ())])
+        for message in sent[2:]
+    ] == [
+        ("i add.", ['{"a": 1}', '{"a": 5}']),
+        ("i add.", ['{"a": 1}', '{"a": 5}']),
+        ("i add.", ['{"a": 1}']),
+        ("i add.", []),
+        ("i don't.", ['{"a": 1}', '{"a": 2}']),
+    ]
 
 
 def test_errors_have_the_shape_of_the_api_and_nothing_is_lost(tmp_path: Path):
