@@ -37,8 +37,6 @@ class Format:
 
 _NAMED: Any = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 """The name is in the opening mark."""
-_LISTED: Any = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
-"""The region is a list of objects with name and arguments."""
 _STRING = r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\""""
 _NESTED = rf"(?P<nested>[\[{{](?:{_STRING}|[^\[\]{{}}'\"]++|(?&nested))*+[\]}}])"
 """Matches a list or dict in Python's syntax."""
@@ -70,32 +68,38 @@ def _json(opens: str, closes: str) -> dict[str, Any]:
     }
 
 
-def _list(opens: str, closes: str) -> dict[str, Any]:
-    """Return the field for calls that are a JSON list."""
+def _list(opens: str, closes: str, name: str = "name", arguments: str = "arguments") -> dict[str, Any]:
+    """Return the field for calls that are a JSON list of objects with the keys `name` and `arguments`."""
     return {
         "open_pattern": opens,
         "close_pattern": closes,
         "content": "json",
-        "transform": _LISTED,
+        "transform": {"type": "function", "function": {"name": f"{{{name}}}", "arguments": f"{{{arguments}}}"}},
         "transform_each": True,
     }
 
 
+_NAME = r"(?P<name>[A-Za-z_][\w.]*)\("
+
+
 def _python(opens: str, closes: str) -> dict[str, Any]:
-    """Return the field for a list of calls in Python's syntax. Each call is a region of its own."""
+    """Return the field for calls in Python's syntax. Each call is a region of its own, and `closes` ends it."""
     return _tagged(
-        rf"{opens}(?P<name>[A-Za-z_][\w.]*)\(",
-        rf"\)(?=\s*,)|\)\]{closes}",
+        f"{opens}{_NAME}",
+        closes,
         rf"(?P<key>\w+)=(?P<value>{_STRING}|{_NESTED}|[-+.\w]+)(?=\s*[,)])",
         {"name": "json", "args": {"string_delims": [["'", "'"]], "allow_non_json": True}},
     )
 
 
-_XML = _tagged(
-    r"<tool_call>\s*<function=(?P<name>[^\n<>]+)>",
-    r"(?:</function>\s*)?</tool_call>",
-    r"<parameter=(?P<key>[^\n<>]+)>\n?(?P<value>.*?)\n?</parameter>",
-)
+def _xml(mark: str) -> dict[str, Any]:
+    """Return the field for calls with tags such as `<parameter=key>` in an element called `mark`."""
+    return _tagged(
+        rf"<{mark}>\s*<function=(?P<name>[^\n<>]+)>",
+        rf"(?:</function>\s*)?</{mark}>",
+        r"<parameter=(?P<key>[^\n<>]+)>\n?(?P<value>.*?)\n?</parameter>",
+    )
+
 
 FORMATS: dict[str, Format] = {
     # Qwen3-Coder, Qwen 3.5, 3.6 and 3.8, Nemotron 3
@@ -103,7 +107,18 @@ FORMATS: dict[str, Format] = {
         ("<tool_call>", "<function=", "<parameter="),
         {
             "start_anchor": "<|im_start|>assistant\n",
-            "fields": {"reasoning_content": _THINK, "tool_calls": _XML, "content": _TEXT},
+            "fields": {"reasoning_content": _THINK, "tool_calls": _xml("tool_call"), "content": _TEXT},
+        },
+    ),
+    "seed_oss": Format(
+        ("<seed:tool_call>",),
+        {
+            "start_anchor": "<seed:bos>assistant\n",
+            "fields": {
+                "reasoning_content": {"open": "<seed:think>", "close": "</seed:think>", "content": "text"},
+                "tool_calls": _xml("seed:tool_call"),
+                "content": _TEXT,
+            },
         },
     ),
     # GLM 4.5 to 4.7
@@ -261,6 +276,64 @@ FORMATS: dict[str, Format] = {
         },
         call=('<|tool_call|>[{"name": "NAME", "arguments": ', "}]<|/tool_call|>"),
     ),
+    # Granite 3. Granite 4.0 writes as Hermes does, and 4.2 as Qwen3-Coder.
+    "granite": Format(
+        ("<|tool_call|>", "<|start_of_role|>"),
+        {
+            "start_anchor": "<|start_of_role|>assistant<|end_of_role|>",
+            "fields": {
+                "reasoning_content": _THINK,
+                "tool_calls": _list(r"(?:<\|tool_call\|>|<tool_call>)\s*(?=\[)", r"<\|end_of_text\|>"),
+                "content": _TEXT,
+            },
+        },
+        call=('<|tool_call|>[{"name": "NAME", "arguments": ', "}]"),
+    ),
+    # Command A and Command R7B
+    "command": Format(
+        ("<|START_ACTION|>",),
+        {
+            "start_anchor": "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+            "fields": {
+                "thinking": {"open": "<|START_THINKING|>", "close": "<|END_THINKING|>", "content": "text"},
+                "tool_calls": _list(r"<\|START_ACTION\|>\s*(?=\[)", r"<\|END_ACTION\|>", "tool_name", "parameters"),
+                "content": {"open": "<|START_RESPONSE|>", "close": "<|END_RESPONSE|>", "content": "text"},
+            },
+        },
+        call=(
+            '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "NAME", "parameters": ',
+            "}]<|END_ACTION|>",
+        ),
+        content=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ),
+    # Hunyuan A13B and Jamba
+    "tool_calls": Format(
+        ("<tool_calls>",),
+        {
+            "start_anchor_pattern": r"<\|extra_0\|>|<\|bom\|><\|assistant\|>",
+            "fields": {
+                "reasoning_content": _THINK,
+                "tool_calls": _list(r"<tool_calls>\s*(?=\[)", r"</tool_calls>"),
+                "content": _TEXT,
+            },
+        },
+        call=('<tool_calls>[{"name": "NAME", "arguments": ', "}]</tool_calls>"),
+    ),
+    # OLMo 3: a call in Python's syntax on each line
+    "olmo3": Format(
+        ("<function_calls>",),
+        {
+            "start_anchor": "<|im_start|>assistant\n",
+            "fields": {
+                "reasoning_content": _THINK,
+                "tool_calls": _python(
+                    r"(?:<function_calls>\s*|(?<=\))\G\s+)",
+                    rf"\)(?=\s+{_NAME.replace('?P<name>', '?:')})|\)\s*</function_calls>",
+                ),
+                "content": _TEXT,
+            },
+        },
+    ),
     # Calls in Python's syntax: Llama 3.2 and Llama 4. The list of calls is the whole answer.
     "pythonic": Format(
         ("func_name1(",),
@@ -270,7 +343,7 @@ FORMATS: dict[str, Format] = {
                 "reasoning_content": _THINK,
                 "tool_calls": _python(
                     r"\G(?:\s*(?:<\|python_start\|>)?\[|,\s*)",
-                    r"(?:<\|python_end\|>)?\s*(?:<\|eot_id\|>|<\|eom_id\|>|<\|eot\|>|<\|eom\|>)",
+                    r"\)(?=\s*,)|\)\](?:<\|python_end\|>)?\s*(?:<\|eot_id\|>|<\|eom_id\|>|<\|eot\|>|<\|eom\|>)",
                 ),
                 "content": _TEXT,
             },
@@ -282,7 +355,7 @@ FORMATS: dict[str, Format] = {
             "start_anchor": "<|im_start|>assistant\n",
             "fields": {
                 "thinking": _THINK,
-                "tool_calls": _python(r"(?:<\|tool_call_start\|>\[|\G,\s*)", r"<\|tool_call_end\|>"),
+                "tool_calls": _python(r"(?:<\|tool_call_start\|>\[|\G,\s*)", r"\)(?=\s*,)|\)\]<\|tool_call_end\|>"),
                 "content": _TEXT,
             },
         },

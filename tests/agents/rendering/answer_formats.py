@@ -41,11 +41,35 @@ def _llama(*calls: Arguments) -> str:
     return "; ".join(_objects(calls, "parameters"))
 
 
-def _coder(*calls: Arguments) -> str:
+def _coder(*calls: Arguments, mark: str = "tool_call", line: str = "\n") -> str:
     def body(call: Arguments) -> str:
-        return "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in call.items())
+        return "".join(f"<parameter={key}>{line}{value}{line}</parameter>\n" for key, value in call.items())
 
-    return "\n".join(f"<tool_call>\n<function=add>\n{body(call)}</function>\n</tool_call>" for call in calls)
+    return "\n".join(f"<{mark}>\n<function=add>\n{body(call)}</function>\n</{mark}>" for call in calls)
+
+
+def _seed(*calls: Arguments) -> str:
+    return _coder(*calls, mark="seed:tool_call", line="")
+
+
+def _granite(*calls: Arguments) -> str:
+    return f"<|tool_call|>[{', '.join(_objects(calls))}]"
+
+
+def _command(*calls: Arguments) -> str:
+    each = (
+        json.dumps({"tool_call_id": str(k), "tool_name": "add", "parameters": call}) for k, call in enumerate(calls)
+    )
+    return f"<|START_ACTION|>[\n    {f',{chr(10)}    '.join(each)}\n]<|END_ACTION|>"
+
+
+def _tool_calls(*calls: Arguments) -> str:
+    return f"<tool_calls>[{', '.join(_objects(calls))}]</tool_calls>"
+
+
+def _olmo(*calls: Arguments) -> str:
+    each = ("add(" + ", ".join(f"{key}={json.dumps(value)}" for key, value in call.items()) + ")" for call in calls)
+    return f"<function_calls>\n{chr(10).join(each)}\n</function_calls>"
 
 
 def _glm(*calls: Arguments) -> str:
@@ -142,6 +166,8 @@ class Writer:
     thought: str = "<think>\n{}\n</think>\n\n"
     prompt: str = ""
     """The end of the prompt, if it opens the thought."""
+    said: str = "{}"
+    """The marks around the text of an answer."""
 
     @property
     def reader(self) -> CallReader:
@@ -167,6 +193,7 @@ class Writer:
 
 
 HARMONY = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>{}"
 WRITERS = (
     Writer("Hermes, Qwen 2.5, Qwen 3", "hermes", _hermes, "<|im_end|>", "</tool_call>"),
     Writer("Llama 3.1 (JSON)", "llama3", _llama, "<|eot_id|>", "<|eot_id|>"),
@@ -180,9 +207,17 @@ WRITERS = (
         "{}\n</think>\n\n",
         "<|im_start|>assistant\n<think>\n",
     ),
+    Writer(
+        "Seed-OSS",
+        "seed_oss",
+        _seed,
+        "<seed:eos>",
+        "</seed:tool_call>",
+        "<seed:think>{}</seed:think>",
+    ),
     Writer("GLM 4.5", "glm", _glm, "<|observation|>", "</tool_call>"),
-    Writer("gpt-oss, as its template writes", "gpt_oss", _harmony, "<|call|>", "<|call|>", HARMONY),
-    Writer("gpt-oss, as it often samples", "gpt_oss", _harmony_sampled, "<|call|>", "<|call|>", HARMONY),
+    Writer("gpt-oss, as its template writes", "gpt_oss", _harmony, "<|call|>", "<|call|>", HARMONY, said=FINAL),
+    Writer("gpt-oss, as it often samples", "gpt_oss", _harmony_sampled, "<|call|>", "<|call|>", HARMONY, said=FINAL),
     Writer("Mistral to v7", "mistral", _mistral, "</s>", "</s>"),
     Writer("Mistral v11 and later", "mistral_v11", _mistral_v11, "</s>", "</s>", "[THINK]{}[/THINK]"),
     Writer("Phi-4 mini", "phi4_mini", _phi, "<|end|>", "<|end|>"),
@@ -190,6 +225,18 @@ WRITERS = (
     Writer("DeepSeek V3, R1", "deepseek_v3", _deepseek_v3, "<｜end▁of▁sentence｜>", "<｜tool▁call▁end｜>"),
     Writer("DeepSeek V3.1", "deepseek_v31", _deepseek_v31, "<｜end▁of▁sentence｜>", "<｜tool▁call▁end｜>"),
     Writer("MiniMax M2", "minimax_m2", _minimax, "[e~[", "</invoke>"),
+    Writer("Granite 3", "granite", _granite, "<|end_of_text|>", "<|end_of_text|>"),
+    Writer(
+        "Command A and R7B",
+        "command",
+        _command,
+        "<|END_OF_TURN_TOKEN|>",
+        "<|END_ACTION|>",
+        "<|START_THINKING|>{}<|END_THINKING|>",
+        said="<|START_RESPONSE|>{}<|END_RESPONSE|>",
+    ),
+    Writer("Hunyuan A13B, Jamba", "tool_calls", _tool_calls, "<|eos|>", "</tool_calls>"),
+    Writer("OLMo 3", "olmo3", _olmo, "<|im_end|>", ")\n</function_calls>"),
     Writer("Python lists (Llama 3.2 and 4)", "pythonic", _pythonic, "<|eot_id|>", ")]<|eot_id|>"),
     Writer("LFM2", "lfm2", _lfm2, "<|im_end|>", ")]<|tool_call_end|>"),
     Writer("Gemma 4", "gemma4", _gemma, "<turn|>", "<tool_call|>", "<|channel>thought\n{}<channel|>"),

@@ -21,6 +21,7 @@ PARSERS: dict[str, tuple[str, str]] = {
     "Llama 3.1 (JSON)": ("llama3_json", "deepseek_r1"),
     "Qwen3-Coder, Qwen 3.5 and 3.6": ("qwen3_coder", "qwen3"),
     "Nemotron 3": ("qwen3_coder", "nemotron_v3"),
+    "Seed-OSS": ("seed_oss", "seed_oss"),
     "GLM 4.5": ("glm45", "glm45"),
     "Mistral to v7": ("mistral", "deepseek_r1"),
     "Mistral v11 and later": ("mistral", "mistral"),
@@ -29,12 +30,15 @@ PARSERS: dict[str, tuple[str, str]] = {
     "DeepSeek V3, R1": ("deepseek_v3", "deepseek_r1"),
     "DeepSeek V3.1": ("deepseek_v31", "deepseek_r1"),
     "MiniMax M2": ("minimax_m2", "minimax_m2"),
+    "Granite 3": ("granite", "deepseek_r1"),
+    "Hunyuan A13B, Jamba": ("hunyuan_a13b", "deepseek_r1"),
+    "OLMo 3": ("olmo3", "deepseek_r1"),
     "Python lists (Llama 3.2 and 4)": ("pythonic", "deepseek_r1"),
     "LFM2": ("lfm2", "deepseek_r1"),
     "Gemma 4": ("gemma4", "gemma4"),
 }
 """vLLM's parsers of calls and of thoughts for each family. gpt-oss is missing: its parser reads the token ids of
-OpenAI's tokenizer, which needs the network."""
+OpenAI's tokenizer, which needs the network. So is Command A: its parser needs the package `cohere_melody`."""
 RENDERERS = {
     "Hermes, Qwen 2.5, Qwen 3": "Qwen3Renderer",
     "Llama 3.1 (JSON)": "Llama3Renderer",

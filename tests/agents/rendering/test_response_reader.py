@@ -42,7 +42,7 @@ def test_thoughts_and_answers_are_told_apart(writer: Writer) -> None:
     text = writer.thought.format("I add them.")
     read = writer.reader.read(text + writer.write(ONE), TOOLS, prompt=writer.prompt, end=writer.end)
     assert (read.reasoning, read.answer) == ("I add them.", "")
-    said = "<|channel|>final<|message|>It is 3." if writer.format == "gpt_oss" else "It is 3."
+    said = writer.said.format("It is 3.")
     for tools in (TOOLS, None):
         read = writer.reader.read(text + said, tools, prompt=writer.prompt, end="")
         assert (read.reasoning, read.answer, read.content) == ("I add them.", "It is 3.", text + said)
@@ -84,7 +84,7 @@ def test_a_call_needs_an_offered_name_and_one_bad_call_loses_no_other(writer: Wr
         assert refused.calls == ()
         assert refused.chat == ()
         assert "add" in refused.problem
-    if writer.format in ("mistral", "phi4_mini", "gpt_oss", "pythonic", "lfm2", "llama3"):
+    if writer.format in ("mistral", "phi4_mini", "granite", "gpt_oss", "pythonic", "lfm2", "olmo3", "llama3"):
         return  # one region, or one call for each answer
     good, bad = writer.write(ONE), writer.write(OTHER)
     at = bad.find(writer.mark)
