@@ -6,15 +6,15 @@ The draw is from all generators whose answers have at most 40 characters. It is 
 any training and isn't repeated. Each task has a tiny untrained model, 1,000 tasks, and 2,000 examples of a demonstrator
 that gives the right answer in half of the cases, and otherwise the answer to another task.
 
-If the held-out reward doesn't rise beyond its interval, the first suggestion of `train` is tested: the settings and the
-examples that it names are changed and nothing else. The suggestion is confirmed if, on held-out tasks,
+If the held-out reward doesn't rise beyond its interval, the first suggestion of `train` is tested: what it names is
+changed and nothing else. The changed run measures each held-out task by four attempts instead of one, which doesn't
+change its training. The suggestion is confirmed if
 
 - the reward rises beyond its interval in the changed run, from before to after the loop, or
-- the reward after the changed run is above the base run's, paired by task, beyond the interval of the difference.
+- the tasks are the same, and the reward after the changed run is above the base run's, paired by task, beyond the
+  interval of the difference.
 
-If the suggestion is to begin with easier tasks and only right examples, `easier` changes the generator's configuration
-by the same rule for all, and the same defaults are used with only right examples. The suggestion is confirmed if the
-reward rises there beyond its interval.
+If the suggestion is to begin with easier tasks, `easier` changes the generator's configuration by one rule for all.
 
 What is in FOLDER already isn't made again.
 """
@@ -167,7 +167,7 @@ def trained(name: str, out: Path, change: Change) -> None:
 def continued(name: str, base: Path, out: Path, change: Change) -> None:
     """Continue a copy of the run."""
     shutil.copytree(base / "run", out / "run")
-    settings = {"warm.tapes": str(base / "examples"), **change.settings}
+    settings = {"warm.tapes": str(base / "examples"), "loop.updates": change.settings["loop.updates"]}
     tasks = Taskset(made(name, Change())[0], name=name)
     tr.train(agent, OneAnswer, tasks, str(base / "model"), out=out / "run", settings=settings, resume=True)
 
@@ -180,12 +180,15 @@ def first_suggestion(run: Path) -> str | None:
     return next((text.removeprefix("First: ") for text in said if text.startswith("First: ")), None)
 
 
-def change_of(suggestion: str) -> Change:
-    """The settings that a suggestion names, and more and only right examples if it asks for them."""
-    named = {key: float(value) for key, value in re.findall(r"([a-z_]+\.[a-z_.]+)=([-0-9.e]*[0-9])", suggestion)}
+def change_of(name: str, suggestion: str) -> Change:
+    """What a suggestion names: settings, more and only right examples, easier tasks."""
+    found = re.findall(r"([a-z_]+\.[a-z_.]+)=([-0-9.e]*[0-9])(?! measures)", suggestion)
+    named: dict[str, float] = {"evaluation.attempts": 4.0, **{key: float(value) for key, value in found}}
     settings = {key: int(value) if value.is_integer() else value for key, value in named.items()}
     more = re.search(r"only right examples \(([0-9,]+)", suggestion)
-    return Change(settings, int(more[1].replace(",", "")), 1.0) if more else Change(settings)
+    examples = int(more[1].replace(",", "")) if more else 2000
+    right = 1.0 if "only right examples" in suggestion else 0.5
+    return Change(settings, examples, right, easier(name) if "easier tasks" in suggestion else {})
 
 
 def held_out(run: Path) -> tuple[str, bool]:
@@ -217,22 +220,17 @@ def tested(name: str, out: Path) -> None:
     print(f"| {name} | {row} | {suggestion or 'rose'} |", flush=True)
     if suggestion is None:
         return
-    if "easier tasks" in suggestion:
-        changed, config = out / f"{name}-easier", easier(name)
-        if not changed.exists():
-            trained(name, changed, Change(right=1.0, config=config))
-        print(f"{changed.name}: {config}", flush=True)
-        row, confirmed = held_out(changed / "run")
-        print(f"| {changed.name} | {row} | |", flush=True)
-    else:
-        change, changed = change_of(suggestion), out / f"{name}-changed"
-        if not changed.exists() and change.settings.keys() == {"loop.updates"}:
-            continued(name, base, changed, change)
-        elif not changed.exists():
-            trained(name, changed, change)
-        (row, rose), (difference, above) = held_out(changed / "run"), against(changed / "run", base / "run")
-        print(f"| {changed.name} | {row} | against the base run {difference} |", flush=True)
-        confirmed = rose or above
+    change, changed = change_of(name, suggestion), out / f"{name}-changed"
+    print(f"{changed.name}: {change}", flush=True)
+    if not (changed / "run").exists() and "--resume" in suggestion:
+        continued(name, base, changed, change)
+    elif not (changed / "run").exists():
+        trained(name, changed, change)
+    row, confirmed = held_out(changed / "run")
+    if not change.config:
+        difference, above = against(changed / "run", base / "run")
+        row, confirmed = f"{row} | against the base run {difference}", confirmed or above
+    print(f"| {changed.name} | {row} |", flush=True)
     print(f"{name}: {'confirmed' if confirmed else 'NOT confirmed'}", flush=True)
 
 

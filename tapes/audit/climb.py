@@ -208,11 +208,10 @@ class Climb:
         n, (change, tasks) = len(self.updates), self.measured
         if tasks and self.rewards.low > 0:
             half = (change.high - change.low) / 2
-            enough = math.ceil(tasks * (half / max(self.rewards.value, 1e-9)) ** 2)
             yield Sign(
                 7,
                 f"The reward rose in the updates ({self.rewards}), but {tasks} held-out tasks can't show less than "
-                f"{half:.3f}. Hold out {max(enough, 2 * tasks)} (evaluation.fraction, evaluation.limit)."
+                f"{half:.3f}. Set {self._times('evaluation.attempts', 4)}, or hold out more tasks."
                 if change.value > 0
                 else f"The reward rose in the updates ({self.rewards}), but not on held-out tasks. Train on more "
                 "different tasks.",
@@ -246,27 +245,29 @@ class Climb:
     def starts(self) -> tuple[str, ...]:
         """What would make the policy succeed more often before the loop, the best first.
 
-        If the warm start was still lowering its loss, it was too short. Otherwise, more of it lowers the loss little.
+        If the warm start was still lowering its loss, the model can learn these tasks from more examples. Otherwise it
+        has only learned the form of an answer, and needs easier tasks too.
         """
         goal, larger = f"so that the model gets {SELDOM:.0%} right before the loop", "Take a larger model."
         if not self._setting("warm.tapes"):
             return "Begin with a warm start on right examples (warm.tapes).", f"Take easier tasks, {goal}.", larger
-        easier = f"Begin with easier tasks and only right examples, {goal} (loop.updates=0 measures this)."
         try:
             imitated = len(Results.read(self.store.path).imitated or ())
             lines = read_metrics(self.store.path / METRICS)
         except (OSError, TapereelError):
             imitated, lines = 0, []
         examples = f"{4 * imitated:,} instead of {imitated:,}" if imitated else "four times as many"
-        longer = f"Imitate longer: only right examples ({examples}), and {self._times('warm.updates', 4)}."
+        more = self._times("warm.updates", 4)
+        longer = f"Imitate longer: only right examples ({examples}), and {more}."
+        both = f"Begin with easier tasks, only right examples, and {more}, {goal} (loop.updates=0 measures this)."
         losses = _values([line for line in lines if line.get("phase") == "sft"], "loss")
         quarter = len(losses) // 4
         before, after = losses[-2 * quarter : -quarter], losses[-quarter:]
         fell = mean(before) - mean(after) if quarter >= LOOP else 0.0
         if fell > FALLING * abs(mean(before or [0.0])):
             fall = f"The loss of the warm start was still falling ({fell / mean(before):.0%} in its last quarter). "
-            return fall + longer, easier, larger
-        return easier, longer, larger
+            return fall + longer, both, larger
+        return both, longer, larger
 
     @cached_property
     def _guess(self) -> tuple[float, float] | None:

@@ -200,7 +200,7 @@ def test_other_answers_are_not_called_guesses(tmp_path: Path, made: list[tuple[s
     [
         (None, [r"\(warm\.tapes\)", "easier tasks", "larger model"]),
         (lambda k: 2 - k / 400, ["still falling .12%.*8,000 .*warm.updates=1200", "easier tasks", "larger model"]),
-        (lambda k: 2 - k / 4000 + k % 2 / 9, ["easier tasks.*20%", "8,000 .*warm.updates=1200", "larger model"]),
+        (lambda k: 2 - k / 4000 + k % 2 / 9, ["easier tasks.*right.*warm.updates=1200.*20%", "8,000 ", "larger model"]),
     ],
 )
 def test_the_loss_of_the_warm_start_decides_how_to_begin(tmp_path: Path, loss: Any, says: list[str]) -> None:
@@ -244,8 +244,8 @@ def test_a_reward_at_its_ceiling_needs_harder_tasks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "low", "updates", "says"),
     [
-        (0.2, -0.1, 40, "evaluation.fraction"),
-        (0.05, -0.25, 40, "evaluation.fraction"),
+        (0.2, -0.1, 40, "evaluation.attempts=12 instead of 3"),
+        (0.05, -0.25, 40, "evaluation.attempts=12 instead of 3"),
         (-0.1, -0.4, 40, "different tasks"),
         (0.2, 0.1, 40, None),
         (0.2, None, 40, None),
@@ -258,6 +258,7 @@ def test_a_held_out_reward_that_may_not_have_risen_says_so(
     change = {"value": value, "low": low, "high": None if low is None else 2 * value - low, "tasks": 21}
     after = HeldOut(mean=0.7, error=0.1, n=21, metrics={}, reward=None, pass_at={}, change=change)
     with Store.create(tmp_path / "r") as store:
+        (store.path / "config.yaml").write_text("evaluation: {attempts: 3}")
         found = advice(store, "train", lines(updates, lambda k: k / 40), {"sampled": after})
     assert bool(found) == bool(says)
     if says:
