@@ -45,9 +45,8 @@ UNUSABLE = "a program's calls can be imitated, but not used for RL"
 SHOWN = 2000
 """Maximum characters of each text in an exchange's step. The call's record has the whole text."""
 
-
-_EchoKey = tuple[str | None, str, str]
-"""Name and text of an answer, and its calls as JSON."""
+_EchoKey = tuple[str, str]
+"""Text of an answer, and its calls as JSON."""
 
 
 class _Sent(NamedTuple):
@@ -182,6 +181,8 @@ class Session:
         """The call of each answer, the number of its instructions, and its message as it was sent, by its id."""
         self._sent: dict[_EchoKey, list[_Sent]] = {}
         """The answers sent so far, by `_echo_key`."""
+        self._called: dict[_EchoKey, list[_Sent]] = {}
+        """The same answers, by `_echo_key` without their text."""
         self._places: dict[str | None, int] = {}
         """The place of each sent tool call among the calls of its answer, by the call's id."""
         self._pictures: dict[bytes, Picture] = {}
@@ -357,7 +358,9 @@ class Session:
         sent: Message = {"role": "assistant", "content": answer.text, "tool_calls": tools, THOUGHT: answer.reasoning}
         self._answered[name] = reply.call, request.instructions, sent
         self._places |= {call["id"]: k for k, call in enumerate(tools)}
-        self._sent.setdefault(_echo_key(answer.message), []).append(_Sent(*place, reply.reasoning, tools, call.reply))
+        echo = _Sent(*place, reply.reasoning, tools, call.reply)
+        for known, message in ((self._sent, answer.message), (self._called, answer.message | {"content": ""})):
+            known.setdefault(_echo_key(message), []).append(echo)
         # The exchange is recorded even if the answer is refused below, because its tokens were sampled.
         asked = "\n".join(f"{message['role']}: {_short(text_of(message))}" for message in call.messages)
         answered = call.text or json.dumps(call.tool_calls or "")
@@ -429,8 +432,7 @@ class Session:
         return call.reply if same else said
 
     def _named(self, id: str, param: str) -> tuple[Call, int, Message]:
-        """Return the call of the answer with this id, the number of the instructions in its request, and the answer.
-        Raises Refused if no answer has this id."""
+        """Return (call, number of instructions in its request, sent message) of the answer with this id."""
         if id not in self._answered:
             raise _unknown(id, param)
         call, instructions, sent = self._answered[id]
@@ -440,7 +442,8 @@ class Session:
         """Replace each message that repeats a sent answer by the recorded message. Others stay unchanged.
 
         Clients write an answer back in their own way: without its thoughts, with arguments as compact JSON, without
-        white space around the text, or with other ids for the tool calls. Tool results then get the ids that were sent.
+        white space around the text, with the agent's name, or with other ids for the tool calls. Tool results then get
+        the ids that were sent. If the text beside a call is missing, only the call's id shows that it is this answer.
         If the same answer was sent several times in this conversation, the ids of its calls or the number of messages
         before it tell which is which. Otherwise, its echoes are matched in order. A thought that wasn't sent with this
         answer makes it another answer. Thoughts of such answers are left out.
@@ -465,7 +468,8 @@ class Session:
                 key, calls, thought = _echo_key(message), message.get("tool_calls"), message.get(THOUGHT, "").strip()
                 own = [call["id"] for call in calls] if calls else []
                 answers = [one for one in self._sent.get(key, ()) if not thought or thought == one.thought]
-                by_id = [one for one in answers if own[0] == one.calls[0]["id"]] if own else []
+                called = [one for one in self._called.get(key, ()) if not thought or thought == one.thought]
+                by_id = [one for one in answers + called if own and own[0] == one.calls[0]["id"]]
                 answers = by_id or [one for one in answers if one.conversation == conversation]
                 if answers:
                     here = [one for one in answers if one.place == len(found)]
@@ -571,12 +575,12 @@ def _conversation(messages: list[Message]) -> str:
 
 def _echo_key(message: Message) -> _EchoKey:
     """Return a value that is equal for an answer and for its echo by a client. It leaves out white space around the
-    text, the ids of calls, and how the arguments are written as JSON."""
+    text, a name, the ids of calls, and how the arguments are written as JSON."""
     calls, called = message.get("tool_calls"), ""
     if calls:
         functions = [one["function"] for one in calls]
         called = json.dumps([(one["name"], _parsed(one["arguments"])) for one in functions], sort_keys=True)
-    return message.get("name"), text_of(message).strip(), called
+    return text_of(message).strip(), called
 
 
 def _parsed(arguments: str) -> object:

@@ -62,6 +62,7 @@ class Endpoint(NamedTuple):
         """The environment variables in which the official clients find URL and key."""
         return {
             "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_BASE": self.base_url,
             "OPENAI_API_KEY": self.api_key,
             "ANTHROPIC_BASE_URL": self.root_url,
             "ANTHROPIC_API_KEY": self.api_key,

@@ -140,7 +140,7 @@ def test_a_command_finds_the_address_and_the_key_of_both_apis(monkeypatch: pytes
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "the user's own")
     code = (
         "import os; own = {k: v for k, v in os.environ.items() if k.startswith(('OPENAI_', 'ANTHROPIC_'))}\n"
-        "assert own['OPENAI_BASE_URL'] == own['ANTHROPIC_BASE_URL'] + '/v1'\n"
+        "assert own['OPENAI_BASE_URL'] == own['OPENAI_API_BASE'] == own['ANTHROPIC_BASE_URL'] + '/v1'\n"
         "assert own['OPENAI_API_KEY'] == own['ANTHROPIC_API_KEY']\n"
         "print('ANTHROPIC_AUTH_TOKEN' in own)"
     )

@@ -156,6 +156,8 @@ ECHOES: dict[str, Callable[[Any], Any]] = {
     "a space after the text": lambda message: message | {"content": f" {message['content']} \n"},
     "a number as JavaScript writes it": lambda message: json.loads(json.dumps(message).replace("2.0", "2")),
     "another id": lambda message: message | {"tool_calls": [c | {"id": "client-1"} for c in message["tool_calls"]]},
+    "no text beside the call": lambda message: message | {"content": None},
+    "the agent's name": lambda message: message | {"name": "adder"},
     "all of them": lambda message: _compact(ECHOES["another id"](ECHOES["a space after the text"](message))),
 }
 
