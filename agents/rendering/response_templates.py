@@ -44,6 +44,14 @@ _THINK: Any = {"open": "<think>", "close": "</think>", "content": "text"}
 _TEXT: Any = {"content": "text"}
 
 
+def _thinking(anchor: str, calls: Mapping[str, Any], think: Mapping[str, Any] = _THINK) -> dict[str, Any]:
+    """Return the response template for thoughts in `think`'s marks, calls, and other text as content."""
+    return {
+        "start_anchor": anchor,
+        "fields": {"reasoning_content": think, "tool_calls": dict(calls), "content": _TEXT},
+    }
+
+
 def _tagged(opens: str, closes: str, tag: str, parser: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the field for calls with one tag for each argument. `parser` reads the values. None keeps them as text,
     and the types in the tool's schema decide."""
@@ -105,37 +113,27 @@ FORMATS: dict[str, Format] = {
     # Qwen3-Coder, Qwen 3.5, 3.6 and 3.8, Nemotron 3
     "qwen3_coder": Format(
         ("<tool_call>", "<function=", "<parameter="),
-        {
-            "start_anchor": "<|im_start|>assistant\n",
-            "fields": {"reasoning_content": _THINK, "tool_calls": _xml("tool_call"), "content": _TEXT},
-        },
+        _thinking("<|im_start|>assistant\n", _xml("tool_call")),
     ),
     "seed_oss": Format(
         ("<seed:tool_call>",),
-        {
-            "start_anchor": "<seed:bos>assistant\n",
-            "fields": {
-                "reasoning_content": {"open": "<seed:think>", "close": "</seed:think>", "content": "text"},
-                "tool_calls": _xml("seed:tool_call"),
-                "content": _TEXT,
-            },
-        },
+        _thinking(
+            "<seed:bos>assistant\n",
+            _xml("seed:tool_call"),
+            {"open": "<seed:think>", "close": "</seed:think>", "content": "text"},
+        ),
     ),
     # GLM 4.5 to 4.7
     "glm": Format(
         ("<tool_call>", "<arg_key>"),
-        {
-            "start_anchor": "<|assistant|>",
-            "fields": {
-                "reasoning_content": _THINK,
-                "tool_calls": _tagged(
-                    r"<tool_call>(?P<name>[^\s<>]+)\s*",
-                    r"</tool_call>",
-                    r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
-                ),
-                "content": _TEXT,
-            },
-        },
+        _thinking(
+            "<|assistant|>",
+            _tagged(
+                r"<tool_call>(?P<name>[^\s<>]+)\s*",
+                r"</tool_call>",
+                r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+            ),
+        ),
     ),
     # gpt-oss. The recipient is in the role, as the template writes it, or in the channel, as the model often does.
     "gpt_oss": Format(
@@ -165,18 +163,14 @@ FORMATS: dict[str, Format] = {
     ),
     "kimi_k2": Format(
         ("<|tool_call_argument_begin|>",),
-        {
-            "start_anchor": "<|im_middle|>",
-            "fields": {
-                "reasoning_content": _THINK,
-                "tool_calls": _json(
-                    r"(?:<\|tool_calls_section_begin\|>)?<\|tool_call_begin\|>(?:functions\.)?(?P<name>[^\s:<>]+):\d+"
-                    r"<\|tool_call_argument_begin\|>",
-                    r"<\|tool_call_end\|>(?:<\|tool_calls_section_end\|>)?",
-                ),
-                "content": _TEXT,
-            },
-        },
+        _thinking(
+            "<|im_middle|>",
+            _json(
+                r"(?:<\|tool_calls_section_begin\|>)?<\|tool_call_begin\|>(?:functions\.)?(?P<name>[^\s:<>]+):\d+"
+                r"<\|tool_call_argument_begin\|>",
+                r"<\|tool_call_end\|>(?:<\|tool_calls_section_end\|>)?",
+            ),
+        ),
         call=(
             "<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>",
             "<|tool_call_end|><|tool_calls_section_end|>",
@@ -185,17 +179,13 @@ FORMATS: dict[str, Format] = {
     # DeepSeek V3 and R1
     "deepseek_v3": Format(
         ("<｜tool▁call▁begin｜>", "```json"),
-        {
-            "start_anchor": "<｜Assistant｜>",
-            "fields": {
-                "reasoning_content": _THINK,
-                "tool_calls": _json(
-                    r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\s<>]+)\n```json\n",
-                    r"(?:\n```)?<｜tool▁call▁end｜>(?:\n?<｜tool▁calls▁end｜>)?",
-                ),
-                "content": _TEXT,
-            },
-        },
+        _thinking(
+            "<｜Assistant｜>",
+            _json(
+                r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\s<>]+)\n```json\n",
+                r"(?:\n```)?<｜tool▁call▁end｜>(?:\n?<｜tool▁calls▁end｜>)?",
+            ),
+        ),
         call=(
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
             "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
@@ -203,17 +193,13 @@ FORMATS: dict[str, Format] = {
     ),
     "deepseek_v31": Format(
         ("<｜tool▁call▁begin｜>",),
-        {
-            "start_anchor": "<｜Assistant｜>",
-            "fields": {
-                "reasoning_content": _THINK,
-                "tool_calls": _json(
-                    r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?P<name>[^\s<>]+)<｜tool▁sep｜>",
-                    r"<｜tool▁call▁end｜>(?:<｜tool▁calls▁end｜>)?",
-                ),
-                "content": _TEXT,
-            },
-        },
+        _thinking(
+            "<｜Assistant｜>",
+            _json(
+                r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?P<name>[^\s<>]+)<｜tool▁sep｜>",
+                r"<｜tool▁call▁end｜>(?:<｜tool▁calls▁end｜>)?",
+            ),
+        ),
         call=(
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
             "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
@@ -221,18 +207,14 @@ FORMATS: dict[str, Format] = {
     ),
     "minimax_m2": Format(
         ("<minimax:tool_call>", "<invoke"),
-        {
-            "start_anchor": "]~b]ai\n",
-            "fields": {
-                "reasoning_content": _THINK,
-                "tool_calls": _tagged(
-                    r"(?:<minimax:tool_call>\s*)?<invoke name=\"(?P<name>[^\"<>]+)\">",
-                    r"</invoke>(?:\s*</minimax:tool_call>)?",
-                    r"<parameter name=\"(?P<key>[^\"]+)\">(?P<value>.*?)</parameter>",
-                ),
-                "content": _TEXT,
-            },
-        },
+        _thinking(
+            "]~b]ai\n",
+            _tagged(
+                r"(?:<minimax:tool_call>\s*)?<invoke name=\"(?P<name>[^\"<>]+)\">",
+                r"</invoke>(?:\s*</minimax:tool_call>)?",
+                r"<parameter name=\"(?P<key>[^\"]+)\">(?P<value>.*?)</parameter>",
+            ),
+        ),
     ),
     # Mistral from v11 on: a name and an object for each call
     "mistral_v11": Format(
@@ -254,39 +236,21 @@ FORMATS: dict[str, Format] = {
     # Mistral before v11: one list of calls
     "mistral": Format(
         ("[TOOL_CALLS]",),
-        {
-            "start_anchor": "[/INST]",
-            "fields": {
-                "reasoning_content": _THINK,
-                "tool_calls": _list(r"\[TOOL_CALLS\]", r"</s>"),
-                "content": _TEXT,
-            },
-        },
+        _thinking("[/INST]", _list(r"\[TOOL_CALLS\]", r"</s>")),
         call=('[TOOL_CALLS][{"name": "NAME", "arguments": ', "}]"),
     ),
     "phi4_mini": Format(
         ("<|tool|>",),
-        {
-            "start_anchor": "<|assistant|>",
-            "fields": {
-                "reasoning_content": _THINK,
-                "tool_calls": _list(r"functools(?=\[)|<\|tool_call\|>", r"<\|/tool_call\|>|<\|end\|>"),
-                "content": _TEXT,
-            },
-        },
+        _thinking("<|assistant|>", _list(r"functools(?=\[)|<\|tool_call\|>", r"<\|/tool_call\|>|<\|end\|>")),
         call=('<|tool_call|>[{"name": "NAME", "arguments": ', "}]<|/tool_call|>"),
     ),
     # Granite 3. Granite 4.0 writes as Hermes does, and 4.2 as Qwen3-Coder.
     "granite": Format(
         ("<|tool_call|>", "<|start_of_role|>"),
-        {
-            "start_anchor": "<|start_of_role|>assistant<|end_of_role|>",
-            "fields": {
-                "reasoning_content": _THINK,
-                "tool_calls": _list(r"(?:<\|tool_call\|>|<tool_call>)\s*(?=\[)", r"<\|end_of_text\|>"),
-                "content": _TEXT,
-            },
-        },
+        _thinking(
+            "<|start_of_role|>assistant<|end_of_role|>",
+            _list(r"(?:<\|tool_call\|>|<tool_call>)\s*(?=\[)", r"<\|end_of_text\|>"),
+        ),
         call=('<|tool_call|>[{"name": "NAME", "arguments": ', "}]"),
     ),
     # Command A and Command R7B
@@ -322,17 +286,13 @@ FORMATS: dict[str, Format] = {
     # OLMo 3: a call in Python's syntax on each line
     "olmo3": Format(
         ("<function_calls>",),
-        {
-            "start_anchor": "<|im_start|>assistant\n",
-            "fields": {
-                "reasoning_content": _THINK,
-                "tool_calls": _python(
-                    r"(?:<function_calls>\s*|(?<=\))\G\s+)",
-                    rf"\)(?=\s+{_NAME.replace('?P<name>', '?:')})|\)\s*</function_calls>",
-                ),
-                "content": _TEXT,
-            },
-        },
+        _thinking(
+            "<|im_start|>assistant\n",
+            _python(
+                r"(?:<function_calls>\s*|(?<=\))\G\s+)",
+                rf"\)(?=\s+{_NAME.replace('?P<name>', '?:')})|\)\s*</function_calls>",
+            ),
+        ),
     ),
     # Calls in Python's syntax: Llama 3.2 and Llama 4. The list of calls is the whole answer.
     "pythonic": Format(
