@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....tapes.arrays import floats, ints
-from ....tapes.places import Place, keys
+from ....tapes.places import Place, keys, shared_length
 from ...vision.vision import Pixels
 from .engine_caches import Parked, ParkingLot, PictureFeatures
 from .kv_cache import NOTHING, Seen, SlotDecoder
@@ -38,7 +38,7 @@ as much as 64 tokens."""
 
 Family = list["Generation"]
 """Generations that share one row of a prefill, because the tokens of each one are a prefix of the first one's
-tokens."""
+tokens. None of them ends inside the first one's tokens that have KV already."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Stats:
     prefilled: int = 0
     """Prompt tokens that a forward computed."""
     reused: int = 0
-    """Prompt tokens whose KV was copied from a parked entry or from another row in the same prefill."""
+    """Prompt tokens whose KV was copied from a parked entry or from another row."""
     recomputed: int = 0
     """Tokens whose KV was computed again because new weights had made it stale."""
     steps: int = 0
@@ -124,20 +124,60 @@ class Batch:
         """Number of free slots."""
         return self.decoder.slots - len(self.rows)
 
-    def missing(self, generation: Generation) -> int:
-        """Return the number of tokens that a forward must compute if the generation joins now."""
-        return len(generation.prompt) + len(generation.ids) - self.shared(generation)[1]
+    def missing(self, generation: Generation, joining: Iterable[Generation] = ()) -> int:
+        """Return the number of tokens that a forward must compute if the generation joins now, after `joining`."""
+        length = len(generation.prompt) + len(generation.ids)
+        return length - self._nearest(generation, joining, self.shared(generation)[1], length)[1]
 
-    def shared(self, generation: Generation) -> tuple[Parked | None, int]:
-        """Return the parked KV that the generation can reuse, and the number of its tokens for which there is parked
-        KV."""
-        return self.parked.find(generation.key, _keys(generation), generation.places)
+    def shared(self, generation: Generation, most: int | None = None) -> tuple[Parked | Generation | None, int]:
+        """Return the parked KV or the running row that the generation can copy most KV from, and the number of tokens
+        that it shares with the generation. It is at most `most`, and less than the generation's number of tokens."""
+        tokens = _keys(generation)
+        most = min(len(tokens) - 1, len(tokens) if most is None else most)
+        parked, n = self.parked.find(generation.key, tokens, generation.places, most)
+        row, shared = self._nearest(generation, (row for row in self.rows if row.clean), n, most)
+        return (row, shared) if row is not None else (parked, n)
 
-    def groups(self, generations: Iterable[Generation]) -> list[list[Family]]:
-        """Group new rows of similar length into prefills, so that each prefill has little padding."""
+    def _nearest(
+        self, generation: Generation, others: Iterable[Generation], n: int, most: int
+    ) -> tuple[Generation | None, int]:
+        """Return the one of `others` that begins with most tokens of the generation, and their number. None and `n` if
+        none begins with more than `n` tokens."""
+        found, tokens = None, None
+        for other in others:
+            if n >= most:
+                break
+            if _token(other, n) != _token(generation, n):
+                continue
+            tokens = _keys(generation) if tokens is None else tokens
+            theirs = _keys(other) if other.slot < 0 else _keys(other)[: self._length[other.slot]]
+            shared = shared_length(theirs, tokens, (*other.places, *generation.places), most)
+            if shared > n:
+                found, n = other, shared
+        return found, n
+
+    def plan(self, generations: Iterable[Generation]) -> tuple[list[list[Family]], list[Generation]]:
+        """Return the prefills to run now, and the generations to plan again after them, because they can then copy the
+        KV of a common prefix from one of the new rows. So a prefix is computed once, although its rows differ later.
+
+        They wait only if this saves more than `SPARE` tokens in total. Otherwise, the second forward costs more."""
+        now: list[tuple[int, Family]] = []
+        later: list[tuple[int, Family]] = []
+        saved = 0
+        for family in self._families(generations):
+            alone = self.missing(family[0])
+            together = self.missing(family[0], (other[0] for _, other in now))
+            (later if together < alone else now).append((alone, family))
+            saved += alone - together
+        if saved <= SPARE:
+            now, later = now + later, []
+        return self._packed(now), [generation for _, family in later for generation in family]
+
+    def _packed(self, families: Iterable[tuple[int, Family]]) -> list[list[Family]]:
+        """Pack new rows of similar length into prefills, so that each prefill has little padding. Each family comes
+        with the number of tokens to compute."""
         out: list[list[Family]] = []
         real = 0
-        families = [(self.missing(family[0]), family) for family in self._families(generations)]
         for new, family in sorted(families, key=lambda pair: pair[0]):
             # Families come in ascending length, so if this one joins, the group's rows become `new` columns wide. The
             # left side of the comparison is the group's size with padding.
@@ -150,24 +190,17 @@ class Batch:
         return out
 
     def _families(self, generations: Iterable[Generation]) -> list[Family]:
-        """Group generations that begin with the same tokens, so that a shared prompt is computed only once. A
-        generation with parked KV gets its own row, because the forward skips its first tokens. Another generation may
-        end at one of these skipped tokens, and would then get no logits."""
+        """Group generations that begin with the same tokens, so that a shared prompt is computed only once."""
         out: list[Family] = []
-        whole: list[tuple[bytes, Generation]] = []
-        for generation in generations:
-            if self.shared(generation)[1]:
-                out.append([generation])
-            else:
-                whole.append((_keys(generation).tobytes(), generation))
         # In descending order, a token sequence directly follows the longer sequences that begin with it.
-        longest = b""
-        for tokens, generation in sorted(whole, key=lambda pair: pair[0], reverse=True):
-            if longest.startswith(tokens):
+        longest, have = b"", 0
+        known = [(_keys(generation).tobytes(), generation) for generation in generations]
+        for tokens, generation in sorted(known, key=lambda pair: pair[0], reverse=True):
+            if longest.startswith(tokens) and len(generation.prompt) + len(generation.ids) > have:
                 out[-1].append(generation)
             else:
                 out.append([generation])
-                longest = tokens
+                longest, have = tokens, self.shared(generation)[1]
         return out
 
     def join(self, families: Sequence[Family]) -> list[Generation]:
@@ -176,7 +209,7 @@ class Batch:
 
         If the forward raises, no generation has joined."""
         first, computed = len(self.rows), [family[0] for family in families]
-        found = [self._settle(first + i, generation) for i, generation in enumerate(computed)]
+        found = [self._settle(first + i, family) for i, family in enumerate(families)]
         have = np.array([n for _, n in found], dtype=np.int64)
         new = np.array([len(ids) for ids, _ in found], dtype=np.int64) - have
         ids = np.zeros((len(computed), int(new.max())), dtype=np.int64)
@@ -234,15 +267,18 @@ class Batch:
             generation.slot = -1
         return out
 
-    def _settle(self, slot: int, generation: Generation) -> tuple[NDArray[np.int32], int]:
-        """Copy parked KV into the slot. Returns all of the generation's tokens, and how many of them have KV now.
+    def _settle(self, slot: int, family: Family) -> tuple[NDArray[np.int32], int]:
+        """Copy the KV that the first of the family shares with parked KV or a running row into the slot. Returns all of
+        its tokens, and how many of them have KV now.
 
-        The parked entry stays valid, because several requests with the same key may use it at the same time."""
-        ids = _history(generation)
-        entry, shared = self.shared(generation)
-        if entry is not None and shared:
-            self.decoder.restore(slot, entry.kv, shared)
-        return ids, shared
+        The source stays valid, because several generations may copy from it. Each of the family needs logits after its
+        last token, so this token must be computed."""
+        source, shared = self.shared(family[0], min(len(one.prompt) + len(one.ids) for one in family) - 1)
+        if isinstance(source, Generation):
+            self.decoder.move(source.slot, slot, shared)
+        elif source is not None and shared:
+            self.decoder.restore(slot, source.kv, shared)
+        return _history(family[0]), shared
 
     def seen(self, rows: Sequence[Generation], have: NDArray[np.int64], new: NDArray[np.int64]) -> Seen:
         """Return the rotary positions and picture features for the next `new` tokens of each row. The `have` tokens
@@ -343,6 +379,13 @@ def _logprob(logits: Tensor, temperature: float, id: int) -> float:
 def _history(generation: Generation) -> NDArray[np.int32]:
     """Return the prompt and the completion so far as one new array."""
     return np.frombuffer(generation.prompt + generation.ids, dtype=np.int32)
+
+
+def _token(generation: Generation, at: int) -> int | None:
+    """Return the id of the token at this index, or None after the last one."""
+    n = len(generation.prompt)
+    ids, at = (generation.prompt, at) if at < n else (generation.ids, at - n)
+    return ids[at] if at < len(ids) else None
 
 
 def _keys(generation: Generation) -> NDArray[np.int64]:

@@ -473,23 +473,26 @@ class EmbeddedEngine:
             self._driver = None
 
     def _admit(self) -> None:
-        """Prefill waiting generations that may join, as many as free slots and `prefill_tokens` allow.
+        """Prefill waiting generations that may join, as many as free slots and `prefill_tokens` allow. A prefix that
+        several of them share counts once.
 
         The first one joins even if its prompt exceeds `prefill_tokens`, since it would otherwise wait forever."""
         # Only the head of the queue is tested, because _swap puts generations with sampled tokens before all others.
         joiners: list[Generation] = []
         tokens = 0
         while self._waiting and len(joiners) < self._batch.room and self._may_join(self._waiting[0]):
-            tokens += self._batch.missing(self._waiting[0])
+            tokens += self._batch.missing(self._waiting[0], joiners)
             if joiners and tokens > self._prefill_tokens:
                 break
             joiners.append(self._waiting.popleft())
             flight = self._flights[joiners[-1]]
             if flight.on_start is not None:
                 flight.on_start()
-        for group in self._batch.groups(joiners):
-            involved = [generation for family in group for generation in family]
-            self._attempt(involved, "prefilling", partial(self._batch.join, group))
+        while joiners:
+            groups, joiners = self._batch.plan(joiners)
+            for group in groups:
+                involved = [generation for family in group for generation in family]
+                self._attempt(involved, "prefilling", partial(self._batch.join, group))
 
     def _attempt(self, involved: list[Generation], doing: str, work: Callable[[], list[Generation]]) -> None:
         """Run the forward `work`. If it raises, the generations in `involved` fail, and all others continue."""

@@ -72,16 +72,16 @@ class Parked:
 class ParkingLot(BoundedCache[str, Parked]):
     """Holds the KV of conversations, with at most `budget` tokens in total."""
 
-    def find(self, key: str, keys: NDArray[np.int64], places: tuple[Place, ...]) -> tuple[Parked | None, int]:
-        """Return the entry under `key`, and the number of its first tokens that a prompt can reuse. `keys` and `places`
-        describe the prompt. The reused tokens are equal in both, and never end inside a picture.
-
-        The prompt's last token is never reused. A forward must compute it, because its logits are needed to sample the
-        next token."""
+    def find(
+        self, key: str, keys: NDArray[np.int64], places: tuple[Place, ...], most: int
+    ) -> tuple[Parked | None, int]:
+        """Return the entry under `key`, and the number of its first tokens that a prompt can reuse, which is at most
+        `most`. `keys` and `places` describe the prompt. The reused tokens are equal in both, and never end inside a
+        picture."""
         entry = self.get(key)
         if entry is None:
             return None, 0
-        return entry, shared_length(entry.keys, keys, (*entry.places, *places), most=len(keys) - 1)
+        return entry, shared_length(entry.keys, keys, (*entry.places, *places), most)
 
 
 class PictureFeatures:

@@ -44,7 +44,7 @@ def test_log_probs_are_exact_over_conversations_whose_kv_was_parked(family: str,
             before = turns[k - 1] if k else None
             # all of the earlier turn but its last token, which was never fed
             parked = len(before[0].prompt) + len(before[1].ids) - 1 if before else 0
-            assert completion.usage.cached_tokens == parked
+            assert (completion.usage.cached_tokens or 0) >= parked, "more, if a running row begins with more of them"
     assert stats.reused == sum(c.usage.cached_tokens or 0 for turns in conversations for _, c in turns)
     assert stats.max_batch == 5
 

@@ -255,6 +255,25 @@ def test_a_prefix_is_never_cut_inside_a_picture(loaded: Pretrained) -> None:
     assert off(loaded, prompts[0], second) < EXACT
 
 
+def test_rows_share_a_picture_but_no_part_of_another_one(loaded: Pretrained, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "SPARE", 0)  # short prompts wait for each other too
+    renderer = Renderer(loaded.tokenizer, loaded.vision)
+    shown = [renderer.prompt([said("look: ", image(40, 40, seed), " what?")]) for seed in (1, 2, 1, 2)]
+    requests = [asking(one, seed) for seed, one in enumerate(shown)]
+
+    async def all_of_them() -> tuple[list[Completion], EmbeddedEngine]:
+        sampling = engine(loaded)
+        jobs = [asyncio.ensure_future(sampling.complete(request)) for request in requests]
+        await until(lambda: sampling.stats.sampled >= 16)
+        await sampling.sync_weights(dict(loaded.model.state_dict()), "v1", "reprefill")
+        return await asyncio.gather(*jobs), sampling
+
+    found, sampling = asyncio.run(all_of_them())
+    assert max(off(loaded, request, one) for request, one in zip(requests, found, strict=True)) < EXACT
+    length, before = len(shown[0].ids), shown[0].places[0].offset
+    assert sampling.stats.recomputed <= 2 * length - before + sum(one.spans[0][2] for one in found)
+
+
 def vars_of(request: Request) -> dict[str, Any]:
     return {name: getattr(request, name) for name in request.__dataclass_fields__}
 
