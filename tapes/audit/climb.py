@@ -212,9 +212,9 @@ class Climb:
                 7,
                 f"The reward rose in the updates ({self.rewards}), but {tasks} held-out tasks can't show less than "
                 f"{half:.3f}. Set {self._times('evaluation.attempts', 4)}, or hold out more tasks."
-                if change.value > 0
-                else f"The reward rose in the updates ({self.rewards}), but not on held-out tasks. Train on more "
-                "different tasks.",
+                if half > self.rewards.value
+                else f"The reward rose in the updates ({self.rewards}), but not as much on held-out tasks. Train on "
+                "more different tasks.",
                 0.4,
             )
         if n >= LOOP:

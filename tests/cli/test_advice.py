@@ -244,8 +244,9 @@ def test_a_reward_at_its_ceiling_needs_harder_tasks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "low", "updates", "says"),
     [
-        (0.2, -0.1, 40, "evaluation.attempts=12 instead of 3"),
-        (0.05, -0.25, 40, "evaluation.attempts=12 instead of 3"),
+        (0.2, -0.7, 40, "evaluation.attempts=12 instead of 3"),
+        (-0.1, -1.0, 40, "evaluation.attempts=12 instead of 3"),
+        (0.05, -0.25, 40, "different tasks"),  # the updates rose by 0.77, more than the interval's half
         (-0.1, -0.4, 40, "different tasks"),
         (0.2, 0.1, 40, None),
         (0.2, None, 40, None),
