@@ -49,6 +49,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "0.6b-lora": ("0.6b", LORA),
     "4b-lora": ("4b", LORA),
     "4b-full": ("4b", FULL),
+    "tiny-offload": ("tiny", FULL | {"trainer.offload": True}),
+    "0.6b-offload": ("0.6b", FULL | {"trainer.offload": True}),
+    "4b-offload": ("4b", FULL | {"trainer.offload": True}),
     # The settings of examples/qwen3_*.yaml, with fewer groups.
     "0.6b-example": ("0.6b", {"loop.groups": 16}),
     "4b-example": ("4b", {"loop.groups": 8}),

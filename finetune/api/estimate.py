@@ -27,8 +27,9 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     """Estimate the memory and tokens that a run needs. Return None if the shape of the model is unknown.
 
     `GiB` has the memory of each item on the trainer's device and the `sum` of the items, at the moment with the largest
-    sum. `tokens` has the maximum number of sampled tokens in an episode, in an update, and in the run with its
-    evaluations. The profile of `config` must have been applied to it.
+    sum. `GiB of main memory` has what `trainer.offload` keeps there. `tokens` has the maximum number of sampled tokens
+    in an episode, in an update, and in the run with its evaluations. The profile of `config` must have been applied to
+    it.
     """
     shape = shape_of(config.engine.model)
     if shape is None:
@@ -40,6 +41,9 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     still = 0 if config.trainer.freeze == "nothing" else shape.tower
     trained = shape.parameters - still if lora is None else shape.layers * lora.rank * rows
     model = shape.parameters * own + (0 if lora is None else trained * WIDE)
+    # With `offload`, a device holds the two moments of one weight at a time.
+    offload = config.trainer.offload and config.trainer.device != "cpu"
+    moments = 2 * trained * WIDE
     cache = settings.slots * capacity * 2 * shape.layers * shape.keys * own
     engine = {
         "weights of the engine": model,
@@ -50,6 +54,7 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     embedded, measures = isinstance(settings, EmbeddedConfig), evaluation.tasks is not None or evaluation.fraction > 0
     apart = measures and (evaluation.engine or ("own" if embedded else "loop")) == "own"
     second, body = SECOND.get(loop.recipe, ()), loop.critic is None or loop.critic.body == "own"
+    valued, learnt = "critic" in second and body, (shape.body + output - still) * WIDE
     changed = [loop.changes.get(name) for name in ("regulariser", "shape")]
     # `changes` is checked later together with the recipe, which needs torch. That check refuses values that aren't
     # terms, so they are skipped here.
@@ -60,10 +65,11 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     reference, teacher = (shape_of(name) if isinstance(name, str) else None for name in (apart_from, loop.teacher))
     fixed = {
         "weights": model,
-        "optimiser": trained * WIDE * (3 if loop.optimiser.ema else 2),
+        "optimiser": (2 * min(trained, output) * WIDE if offload else moments)
+        + (trained * WIDE if loop.optimiser.ema else 0),
         "reference": (reference.parameters * own if reference is not None else trained * WIDE) if reads else 0,
         "teacher": teacher.parameters * own if teacher is not None else 0,
-        "critic": ((shape.body + output) * 4 - still * 3) * WIDE if "critic" in second and body else 0,
+        "critic": learnt * (2 if offload else 4) + still * WIDE if valued else 0,
         **(engine if embedded else {}),
         "engine of the evaluation": sum(engine.values()) if apart else 0,
     }
@@ -96,5 +102,11 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     batch = loop.rollouts * loop.groups * loop.episodes_per_group * episode
     times = 2 + (max(loop.updates - 1, 0) // evaluation.every if evaluation.every else 0)
     measured = times * (evaluation.limit or 0) * evaluation.attempts * episode if measures else 0
-    gib = {name: round(size / 2**30, 3) for name, size in {**memory, "sum": sum(memory.values())}.items() if size}
-    return {"GiB": gib, "tokens": {"episode": episode, "update": batch, "run": loop.updates * batch + measured}}
+    needs = {"GiB": _gib(memory | {"sum": sum(memory.values())})}
+    if offload:
+        needs["GiB of main memory"] = _gib({"optimiser": moments, "critic": learnt * 2 if valued else 0})
+    return {**needs, "tokens": {"episode": episode, "update": batch, "run": loop.updates * batch + measured}}
+
+
+def _gib(sizes: dict[str, int]) -> dict[str, float]:
+    return {name: round(size / 2**30, 3) for name, size in sizes.items() if size}

@@ -98,6 +98,7 @@ class Phases:
             recipe,
             TrainerOptions(
                 **_settings(optimiser),
+                offload=self.policy.offload,
                 critic_first=self._critic_config.first if recipe.needs_value else 0,
                 ema=optimiser.ema,
                 pack=optimiser.pack,
@@ -133,7 +134,7 @@ class Phases:
             critic = make(model, normalised=config.normalised, vision=policy.vision)
         return CriticTrainer(
             critic,
-            StepOptions(**_settings(config.optimiser)),
+            StepOptions(**_settings(config.optimiser), offload=policy.offload),
             loss=Value(clip=config.clip),
             passes=config.passes,
             balance=self.recipe.balance,

@@ -59,6 +59,9 @@ class TrainerConfig(ComputeConfig):
     """The attention implementation for training. None lets transformers choose. Sampling uses `sdpa` or `eager`."""
     lora: AdapterConfig | None = None
     """Train these adapters instead of the model's own weights. With servers, set `engine.publish=lora` too."""
+    offload: bool = False
+    """Whether the state of the optimiser is kept in main memory and copied to the device one weight at a time, for its
+    step. This frees 8 bytes for each trained weight on the device, and the trained weights are the same."""
     freeze: Frozen | None = None
     """Which part of a vision model isn't trained: `tower` (the default), `vision` (tower, projector) or `nothing`."""
 

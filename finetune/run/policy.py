@@ -52,6 +52,8 @@ class Policy:
     autocast: torch.dtype | None = None
     """The dtype of the body's forward pass, in training and in embedded engines. None means the dtype of the
     weights."""
+    offload: bool = False
+    """Whether the optimiser's state is kept in main memory."""
     servers: Callable[[], Awaitable[TrainableEngine]] | None = None
     """Connects to the servers that sample for the loop. None means that an embedded engine samples."""
     empty: Any = None
@@ -165,6 +167,7 @@ def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int, ranks:
         engine.slots,
         engine.capacity,
         trainer.attention,
+        offload=trainer.offload,
         servers=_connection(engine, trainer),
         empty=empty,
     )

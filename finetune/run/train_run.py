@@ -142,7 +142,11 @@ def _lead(loaded: LoadedRun, out: Path, resume: bool, progress: Progress, on_epi
         config,
         resume=resume,
         begin=lambda: _new_results(loaded),
-        free=(*(f"{place}.{name}" for place in places for name in ("threads", "device")), "processes", "trackers"),
+        free=(
+            *(f"{place}.{name}" for place in places for name in ("threads", "device", "offload")),
+            "processes",
+            "trackers",
+        ),
         changes=lengthening(config.loop, warm, config.players),
         engines=frozen,
     ) as directory:

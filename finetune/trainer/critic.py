@@ -27,6 +27,7 @@ from ...agents.vision.vision import Vision, whole_model
 from ..data.rows import Row
 from ..data.stream import Stream
 from ..objective.term import Context, Moments, Sums, Term
+from .adamw import adamw
 from .logprobs import Micro, be_still, casting, parts, plan, reaching, states
 from .options import StepOptions
 from .ranks import Ranks, Whole
@@ -215,14 +216,7 @@ class CriticTrainer:
         self.skips = 0
         """Number of passes that left the critic unchanged because a number wasn't finite."""
         self.parameters = [p for p in critic.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            self.parameters,
-            lr=options.lr,
-            betas=options.betas,
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-            fused=True,
-        )
+        self.optimizer = adamw(self.parameters, options)
         if critic.owns_body:
             be_still(critic.body, checkpointing=options.gradient_checkpointing)
 

@@ -27,6 +27,8 @@ class StepOptions:
     autocast: torch.dtype | None = None
     """Dtype of the forward pass, such as bfloat16. The weights and the output layer keep their own dtype."""
     gradient_checkpointing: bool = False
+    offload: bool = False
+    """Whether the optimiser's state is kept in main memory (`OffloadedAdamW`)."""
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate for a step, counted from 0."""

@@ -130,8 +130,9 @@ class Ranks:
         """Load an optimiser state that `whole` gathered."""
         owners = [p for group in optimizer.param_groups for p in group["params"]]
         parts = {
-            k: {name: self.part(value, owners[k]) if name != "step" else value for name, value in entry.items()}
-            for k, entry in cast("dict[int, dict[str, object]]", state["state"]).items()
+            # In main memory, from which an optimiser moves one tensor at a time to its device, or none.
+            k: {name: self.part(value, owners[k]).cpu() if name != "step" else value for name, value in entry.items()}
+            for k, entry in cast("dict[int, dict[str, Tensor]]", state["state"]).items()
         }
         optimizer.load_state_dict({**state, "state": parts})
 

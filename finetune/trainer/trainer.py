@@ -29,6 +29,7 @@ from ..data.stream import BadBatch, Episode, Stream
 from ..objective import KL, Context, Moments, RewardKL, Sums
 from ..objective import loss as objective
 from ..objective.recipe import Recipe
+from .adamw import OffloadedAdamW, adamw
 from .critic import CriticTrainer
 from .lm_head import TokenLoss
 from .logprobs import (
@@ -102,9 +103,7 @@ class Trainer(PolicyTrainer):
         matrices = [p for p in self.parameters.values() if p.ndim >= 2]
         vectors = [p for p in self.parameters.values() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=options.lr, betas=options.betas, eps=options.eps, fused=True
-        )
+        self.optimizer = adamw([g for g in groups if g["params"]], options)
         kept = self.parameters if options.ema is not None else {}
         self.averaged = {name: p.detach().clone() for name, p in kept.items()}
         be_still(model, checkpointing=options.gradient_checkpointing)
@@ -522,8 +521,9 @@ class Trainer(PolicyTrainer):
         """Give the optimisers the state that they have after a step, so that a checkpoint can be read into it."""
         for optimizer in (self.optimizer, *([self.critic.optimizer] if self.critic else [])):
             for p in (p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state):
-                both = {name: torch.zeros_like(p, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device), **both}
+                home = "cpu" if isinstance(optimizer, OffloadedAdamW) else p.device
+                both = {n: torch.zeros_like(p, requires_grad=False).to(home) for n in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=home), **both}
 
     def load_state_dict(self, state: TrainerState) -> None:
         self.ranks.load(self.optimizer, state["optimizer"])

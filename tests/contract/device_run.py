@@ -25,6 +25,7 @@ from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.run.train_run import train
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
+from tapereel.finetune.trainer.options import StepOptions
 from tapereel.finetune.trainer.reference import EarlierWeights
 from tapereel.tapes.store.store import Store
 
@@ -48,6 +49,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("ppo", {}, {"critic": "policy"}),
     ("grpo", KL, {"adapters": True}),
     ("grpo", {}, {"autocast": torch.bfloat16}),
+    ("ppo", {}, {"critic": "own", "offload": True}),
 ]
 
 
@@ -59,6 +61,7 @@ def updated(
     critic: str | None = None,
     adapters: bool = False,
     autocast: torch.dtype | None = None,
+    offload: bool = False,
     **how: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of three updates, and the weights after them."""
@@ -72,7 +75,7 @@ def updated(
     value = None
     if critic is not None:
         read = Critic.of(there, normalised=True) if critic == "own" else Critic.on(there, normalised=True)
-        value = CriticTrainer(read, passes=2)
+        value = CriticTrainer(read, StepOptions(offload=offload), passes=2)
     trainer = trainer_of(
         there,
         recipe,
@@ -80,6 +83,7 @@ def updated(
         ema=0.9,
         micro_tokens=20,
         autocast=autocast,
+        offload=offload,
         critic=value,
         reference=reference if recipe.needs_reference else None,
         **how,
@@ -90,6 +94,9 @@ def updated(
         losses.append(trainer.update(rows, episodes, shown).loss)
         trainer.load_state_dict(trainer.state_dict())
     assert {p.device.type for p in trainer.parameters.values()} == {device}
+    for optimizer in (trainer.optimizer, *([value.optimizer] if value else [])):
+        state = [tensor for entry in optimizer.state.values() for tensor in entry.values()]
+        assert {tensor.device.type for tensor in state} == {"cpu" if offload else device}
     return losses, {name: tensor.cpu() for name, tensor in there.state_dict().items()}
 
 
@@ -104,7 +111,7 @@ def compared(device: str) -> list[dict[str, Any]]:
     return found
 
 
-def trained(folder: Path, start: Path, device: str, **loop: Any) -> dict[str, Any]:
+def trained(folder: Path, start: Path, device: str, *, offload: bool = False, **loop: Any) -> dict[str, Any]:
     """What a run on the device came to; resumed, made again from its tapes and asked again."""
     config = TrainConfig.model_validate(
         {
@@ -113,7 +120,7 @@ def trained(folder: Path, start: Path, device: str, **loop: Any) -> dict[str, An
             "tasks": ["a", "b", "c", "d", "ab", "cd"],
             "evaluation": {"fraction": 0.34},
             "engine": {"kind": "embedded", "model": str(start)},
-            "trainer": {"device": device},
+            "trainer": {"device": device, "offload": offload},
             "loop": {
                 "updates": 4,
                 "groups": 4,
@@ -168,7 +175,7 @@ def main() -> None:
     runs = {where: trained(folder, start, where) for where in ("cpu", device)}
     here, there = (torch.load(folder / f"{device}.pt", weights_only=True) for device in runs)
     off = max(float((here[name] - there[name]).abs().max()) for name in here)
-    critic = trained(folder / "ppo", start, device, recipe="ppo")
+    critic = trained(folder / "ppo", start, device, offload=True, recipe="ppo")
     answers = [asyncio.run(served(start, where)) for where in ("cpu", device)]
     found = {"compared": compared(device), "runs": runs, "off": off, "critic": critic, "served": answers}
     print(json.dumps(found))

@@ -141,6 +141,24 @@ def test_a_full_model_costs_four_copies_and_adapters_cost_little(tmp_path: Path)
     assert lora["GiB"]["optimiser"] < weights / 5
 
 
+@pytest.mark.ledger("F91")
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+def test_offload_moves_the_moments_to_main_memory(recipe: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 40, "hidden_size": 2048}))
+    sets = [f"engine.model={tmp_path}", f"loop.recipe={recipe}"]
+    ways = ([], ["trainer.offload=true"], ["trainer.offload=true", "trainer.device=cpu"])
+    plain, moved, on_cpu = (estimate(fitted(load_config(TrainConfig, None, [*sets, *more]))) for more in ways)
+    assert plain is not None
+    assert moved is not None
+    assert on_cpu == plain, "the weights are in main memory too"
+    kept, place = moved["GiB of main memory"], plain["GiB"]
+    assert kept["optimiser"] == place["optimiser"] == pytest.approx(2 * place["weights"], rel=0.01)
+    assert kept.get("critic", 0) == pytest.approx(place.get("critic", 0) / 2, abs=1e-3)
+    table = 4 * SHAPE["vocab_size"] * 2048
+    assert moved["GiB"]["optimiser"] == pytest.approx(2 * table / 2**30, abs=1e-3)
+    assert place["sum"] - moved["GiB"]["sum"] == pytest.approx(sum(kept.values()) - 2 * table / 2**30, abs=2e-3)
+
+
 def test_a_model_that_is_not_here_has_no_estimate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert main(["train", "--model", "no-such/model", "--dry-run"]) == 0

@@ -32,19 +32,19 @@ RECIPE = {"regulariser": [{"kind": "kl", "beta": 0.1}]}
 
 def trained(ranks: Ranks, folder: Path, resumed: Path | None = None, *, save: bool = False) -> dict[str, Any]:
     """What came of the updates on this rank: weights, state and share of the weights. With `save`, a checkpoint is
-    written to `folder` after CUT of them."""
+    written to `folder` after CUT of them. After a checkpoint, the optimisers' state is kept in main memory."""
     model = tiny_model()
     rows, episodes = three_groups(model)
-    episodes = cut_off(episodes)
+    episodes, offload = cut_off(episodes), resumed is not None
 
     def build(phase: str, work: nn.Module, ranks: Ranks) -> Trainer:
         return Trainer(
             work,
             get_recipe("ppo", RECIPE),
-            TrainerOptions(lr=0.01, ema=0.9),
+            TrainerOptions(lr=0.01, ema=0.9, offload=offload),
             ranks=ranks,
             reference=EarlierWeights(work, "base", every=4, decay=0.5, ranks=ranks),
-            critic=CriticTrainer(own_critic(processes), StepOptions(lr=0.01), ranks=ranks),
+            critic=CriticTrainer(own_critic(processes), StepOptions(lr=0.01, offload=offload), ranks=ranks),
         )
 
     processes = Processes(ranks, model, build)

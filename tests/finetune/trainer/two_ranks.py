@@ -54,6 +54,8 @@ class Case(NamedTuple):
     tied: bool = True
     ema: float | None = None
     experts: bool = False
+    offload: bool = False
+    """Of the ranks; a process alone keeps the optimiser's state where the weights are."""
 
 
 BALANCED = [{"kind": "nll", "coefficient": 0.3}, {"kind": "aux", "coefficient": 0.5}]
@@ -63,6 +65,7 @@ CASES = (
     Case("nobody here", "grpo", cut=6, critic="own"),
     Case("own critic", "ppo", critic="own"),
     Case("head alone", "ppo", critic="policy"),
+    Case("offloaded", "ppo", critic="own", offload=True),
     Case("poisoned", "reinforce", poison=1, steps=1),
     Case(
         "reference",
@@ -100,17 +103,20 @@ def trained(case: Case, ranks: Ranks) -> dict[str, Any]:
     shown = [replace(row, tape=f"d{k}", group=f"d{k}") for k, row in enumerate(rows[:3])]
     if ranks.size > 1:
         shown = shown[:1] if ranks.rank == 0 else shown[1:]
-    critic = None
+    critic, offload = None, case.offload and ranks.size > 1
     if case.critic is not None:
         body = Critic.of(model, normalised=True) if case.critic == "own" else Critic.on(model)
         balance = get_recipe(case.recipe, case.changes).balance
         critic = CriticTrainer(
-            body, StepOptions(lr=0.1, grad_clip=0.05, micro_tokens=15 + 10 * ranks.rank), balance=balance, ranks=ranks
+            body,
+            StepOptions(lr=0.1, grad_clip=0.05, micro_tokens=15 + 10 * ranks.rank, offload=offload),
+            balance=balance,
+            ranks=ranks,
         )
     trainer = Trainer(
         model,
         get_recipe(case.recipe, case.changes),
-        TrainerOptions(lr=0.05, grad_clip=0.05, ema=case.ema, micro_tokens=20 + 10 * ranks.rank),
+        TrainerOptions(lr=0.05, grad_clip=0.05, ema=case.ema, micro_tokens=20 + 10 * ranks.rank, offload=offload),
         ranks=ranks,
         critic=critic,
         reference=reference,
