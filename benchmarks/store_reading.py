@@ -1,18 +1,27 @@
-"""What writing, finding and reading cost: append, CPU of a durable turn, one tape among many, memory of a long one.
+"""What writing, finding and reading cost: append, CPU of a durable turn, one tape among many, memory of a long one, and
+verification next to the bare SHA-256 of the same lines.
 
-python benchmarks/store_reading.py [--tapes 100000] [--records 300000]
+python benchmarks/store_reading.py [--tapes 100000] [--records 300000] [--verified 30000]
+python benchmarks/store_reading.py --only-verify
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import cProfile
+import hashlib
+import os
+import pstats
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+from audit import record
 
 from tapereel.tapes import Answer
 from tapereel.tapes.records import Begin, End, Identity, Reward, Status, Task
@@ -117,12 +126,46 @@ def memory(folder: Path, records: int) -> None:
     )
 
 
+def verification(folder: Path, tapes: int) -> None:
+    """CPU of verifying episodes with token ids, as `train` writes them, against hashing each line of the same files."""
+    run = folder / "verified"
+    record(run, tapes)
+
+    def bare() -> None:
+        for path in sorted((run / "tapes").glob("*.jsonl")):
+            with path.open("rb") as file:
+                for line in file:
+                    hashlib.sha256(line).digest()
+
+    def cpu(work: Callable[[], object]) -> float:
+        started = time.process_time()
+        work()
+        return time.process_time() - started
+
+    rounds = [(cpu(bare), cpu(lambda: verify(run))) for _ in range(5)]
+    profile = cProfile.Profile()
+    report = profile.runcall(verify, run)
+    hashing, whole = (statistics.median(times) for times in zip(*rounds, strict=True))
+    each = whole / report.records
+    print(
+        f"verifying {tapes} tapes ({report.records} records): {whole:.1f} s of CPU, {each * 1e6:.1f} us "
+        f"and {pstats.Stats(profile).total_calls / report.records:.0f} calls a record; "
+        f"{statistics.median(b / a for a, b in rounds):.1f} times the SHA-256 of its lines ({hashing:.2f} s); "
+        f"load average {os.getloadavg()[0]:.1f}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tapes", type=int, default=100_000)
     parser.add_argument("--records", type=int, default=300_000)
+    parser.add_argument("--verified", type=int, default=30_000, help="tapes to verify")
+    parser.add_argument("--only-verify", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
+        verification(Path(folder), args.verified)
+        if args.only_verify:
+            return
         append_cost(Path(folder))
         one_among_many(Path(folder), args.tapes)
         memory(Path(folder), args.records)

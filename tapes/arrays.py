@@ -39,7 +39,7 @@ def decode(typecode: Literal["i", "f"], text: str) -> array[int] | array[float]:
     """Return the array that `encode` wrote as `text`. Raises ValueError if `text` doesn't hold an array."""
     values = array(typecode)
     try:
-        values.frombytes(base64.b64decode(text, validate=True))
+        values.frombytes(binascii.a2b_base64(text, strict_mode=True))
     except (binascii.Error, ValueError) as error:
         raise ValueError(f"not a base64 column of 4-byte values: {error}") from None
     if sys.byteorder == "big":
@@ -49,10 +49,10 @@ def decode(typecode: Literal["i", "f"], text: str) -> array[int] | array[float]:
 
 def _column(typecode: Literal["i", "f"]) -> Any:
     def validate(value: Any) -> array[int] | array[float]:
-        if isinstance(value, array) and value.typecode == typecode:
-            return value
         if isinstance(value, str):
             return decode(typecode, value)
+        if isinstance(value, array) and value.typecode == typecode:
+            return value
         try:
             return array(typecode, value)
         except (TypeError, OverflowError) as error:

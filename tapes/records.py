@@ -20,6 +20,7 @@ from pydantic import (
     Field,
     JsonValue,
     SerializeAsAny,
+    ValidationInfo,
     model_validator,
 )
 from pydantic_core import PydanticSerializationError, to_json
@@ -47,6 +48,8 @@ _is_none = partial(operator.is_, None)
 """Returns whether a value is None. If a field has this condition, None is not written. Fields that were added in a
 later version have it, so that older tapes keep their digests. `operator.is_` is a C function and therefore fast enough
 to run for every record."""
+
+_ROLES = get_args(Role)
 
 
 class Record(BaseModel):
@@ -76,10 +79,10 @@ class Task(Value):
 
     @model_validator(mode="before")
     @classmethod
-    def _name_pictures(cls, data: Any) -> Any:
+    def _name_pictures(cls, data: Any, info: ValidationInfo) -> Any:
         """Replace the pictures in `Task(public={"image": picture})` by their names. So their bytes are stored only
-        once."""
-        if not isinstance(data, dict) or "pictures" in data:
+        once. JSON has only names."""
+        if info.mode == "json" or not isinstance(data, dict) or "pictures" in data:
             return data
         parts = {key: data[key] for key in ("public", "private") if key in data}
         found = tuple(dict.fromkeys(visuals_of(parts)))
@@ -267,13 +270,12 @@ class StepRecord(Record):
         if not isinstance(data, dict):
             return data
         content = data.get("content")
-        if isinstance(content, Step):
+        if isinstance(content, dict):  # checked first, because isinstance is slow for a pydantic class
+            if data.get("role") in _ROLES and isinstance(data.get("kind"), str):
+                return {**data, "content": read_step(data["role"], data["kind"], content)}
+        elif isinstance(content, Step):
             media = media_of(content)
             return {**data, "media": media} if media else data
-        if not isinstance(content, dict):
-            return data
-        if data.get("role") in get_args(Role) and isinstance(data.get("kind"), str):
-            data = {**data, "content": read_step(data["role"], data["kind"], content)}
         return data
 
     def body(self) -> bytes:

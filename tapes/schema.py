@@ -50,7 +50,7 @@ AnyRecord = Annotated[
     Field(discriminator="t"),
 ]
 
-_adapter: TypeAdapter[AnyRecord] = TypeAdapter(AnyRecord)
+_validator = TypeAdapter[AnyRecord](AnyRecord).validator
 
 
 def parse_record(body: bytes) -> AnyRecord:
@@ -60,7 +60,7 @@ def parse_record(body: bytes) -> AnyRecord:
     record, raises pydantic's ValidationError. Both are ValueErrors.
     """
     try:
-        return _adapter.validate_json(body)
+        return _validator.validate_json(body)
     except ValidationError as error:
         unknown = [_unknown(one) for one in error.errors()]
         if None in unknown:

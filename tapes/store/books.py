@@ -20,11 +20,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from pydantic import Field
 
 from ..errors import NotATape
-from ..records import Status, Tokens, Use, Void
+from ..records import Begin, Call, End, Reward, StepRecord, Tokens, Use, Void
+from ..schema import AnyRecord
+from ..status import CauseType, Status
 from ..value import Value
 from .ledger import FATES, Fate, Lineages, ranges
 from .segment import peek
@@ -34,6 +37,7 @@ from .summary import (
     EndFacts,
     Facts,
     RewardFacts,
+    StepFacts,
     Summary,
     TapeFold,
     column_length,
@@ -117,6 +121,46 @@ def spent(counts: Mapping[str, int]) -> str:
     return ", ".join([f"{counts['sampled']:,} tokens sampled", *said] if counts["sampled"] or not said else said)
 
 
+Entry = tuple[Any, ...]
+"""What the books need from one record: plain values, which are cheap to send to another process."""
+
+
+def entry_of(source: Facts | AnyRecord | None) -> Entry | None:
+    """Return the entry for a record, given the facts from it or the record itself. The result is None if the books
+    don't count records of this type."""
+    make = _ENTRIES.get(type(source))
+    return make(source) if make is not None else None
+
+
+def _call_entry(call: CallFacts | Call, n: int | None, *usage: int | None) -> Entry:
+    sampled = bool(call.spans) or call.logprobs is not None
+    return call.call, n, sampled, None if sampled or call.finish == "error" else usage
+
+
+_ENTRIES: dict[type, Callable[[Any], Entry]] = {
+    **dict.fromkeys((StepFacts, StepRecord), lambda step: (step.role,)),
+    **dict.fromkeys((RewardFacts, Reward), lambda one: (one.value, one.weight, one.layer, one.failed)),
+    **dict.fromkeys((Use, Void), lambda one: (one,)),
+    Summary: lambda begun: (begun.id, begun.split),
+    Begin: lambda begun: (begun.tape, begun.split),
+    CallFacts: lambda call: _call_entry(
+        call,
+        None if call.completion is None else column_length(call.completion),
+        call.usage.get("prompt_tokens"),
+        call.usage.get("completion_tokens"),
+    ),
+    Call: lambda call: _call_entry(
+        call,
+        None if call.completion is None else len(call.completion),
+        call.usage.prompt_tokens,
+        call.usage.completion_tokens,
+    ),
+    EndFacts: lambda end: (end.status, end.cause),
+    End: lambda end: (end.status, end.cause.type if end.cause is not None else None),
+    Tokens: lambda tokens: (tokens.call, len(tokens.completion)),
+}
+
+
 class _Tape(TapeFold):
     """One tape, with its calls and the rewards that were added after its end."""
 
@@ -170,52 +214,64 @@ class BooksFold:
 
     def take(self, t: str, name: str | None, facts: Facts | None) -> None:
         """Add one record. `t` is its type, `name` the id of its tape, and `facts` the result of `read_facts`."""
-        if isinstance(facts, Summary):
-            self._begun += 1
-            if name in self._tapes:
-                self._odd.append(f"tape {name} begins twice")
-            self._tapes[facts.id] = _Tape(facts)
-        elif isinstance(facts, (Use, Void)):
-            self._lineages.add(facts)
-        elif facts is not None:
+        entry = entry_of(facts)
+        if entry is not None:
+            self.post(t, name, entry)
+
+    def post(self, t: str, name: str | None, entry: Entry) -> None:
+        """Add one record, as `take` does. `entry` is the result of `entry_of`."""
+        if t == "begin":
+            self._begin(name, *entry)
+        elif t in ("use", "void"):
+            self._lineages.add(*entry)
+        else:
             tape = self._tapes.get(name or "")
             if tape is None:
                 self._odd.append(f"a {t} of tape {name}, which never began")
-            else:
-                self._add_to(tape, t, facts)
+                return
+            if tape.status is not None and t in ("step", "call", "end"):
+                self._odd.append(f"a {t} of tape {tape.begun.id} after its end")
+            getattr(self, f"_{t}")(tape, *entry)
 
-    def _add_to(self, tape: _Tape, t: str, facts: Facts) -> None:
-        closed = tape.status is not None
-        if closed and t in ("step", "call", "end"):
-            self._odd.append(f"a {t} of tape {tape.begun.id} after its end")
-        if isinstance(facts, CallFacts):
-            self._call(tape, facts)
-        elif isinstance(facts, Tokens):
-            tape.authored[facts.call] = len(facts.completion)
-        elif isinstance(facts, RewardFacts) and closed:
-            tape.layered |= bool(facts.weight)
-            tape.group_failed |= facts.failed and facts.layer in (None, GROUP_LAYER)
-        self._ended += isinstance(facts, EndFacts)
-        tape.add(facts)
+    def _begin(self, name: str | None, tape: str, split: str) -> None:
+        self._begun += 1
+        if name in self._tapes:
+            self._odd.append(f"tape {name} begins twice")
+        self._tapes[tape] = _Tape(Summary(tape, "", 0, split))
 
-    def _call(self, tape: _Tape, call: CallFacts) -> None:
-        if call.call in tape.completions or call.call in tape.authored:
-            self._odd.append(f"call {call.call} is twice on tape {tape.begun.id}")
-        n = column_length(call.completion)
-        if not call.sampled and call.finish != "error":
-            used = {part: call.usage.get(f"{part}_tokens") for part in ("prompt", "completion")}
-            if None not in used.values():
-                self._reported.update(used)
-            elif call.completion is None:
+    def _step(self, tape: _Tape, role: str) -> None:
+        tape.actions += role == "action"
+
+    def _call(self, tape: _Tape, call: str, n: int | None, sampled: bool, usage: tuple[int | None, ...] | None) -> None:
+        if call in tape.completions or call in tape.authored:
+            self._odd.append(f"call {call} is twice on tape {tape.begun.id}")
+        if usage is not None:
+            if None not in usage:
+                self._reported.update(dict(zip(("prompt", "completion"), usage, strict=True)))
+            elif n is None:
                 self._reported["unknown"] += 1
-        if call.completion is None:
+        if n is None:
             self._textual += 1
-        elif call.sampled:
-            tape.completions[call.call] = n
+        elif sampled:
+            tape.completions[call] = n
             tape.policy += n
             self._sampled += n
         else:
-            tape.authored[call.call] = n
+            tape.authored[call] = n
+
+    def _tokens(self, tape: _Tape, call: str, n: int) -> None:
+        tape.authored[call] = n
+
+    def _reward(self, tape: _Tape, value: float, weight: float, layer: str | None, failed: bool) -> None:
+        if tape.status is None:
+            tape.score(value, weight, failed)
+        else:
+            tape.layered |= bool(weight)
+            tape.group_failed |= failed and layer in (None, GROUP_LAYER)
+
+    def _end(self, tape: _Tape, status: Status, cause: CauseType | None) -> None:
+        self._ended += 1
+        tape.status, tape.cause = status, cause
 
     # The account
 

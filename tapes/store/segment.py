@@ -81,9 +81,9 @@ def parse_line(line: bytes) -> Line:
     if match is None:
         raise BadLine('it does not start with {"n":…,"c":…,"p":"…","b":{')
     end = len(line) - _TAIL
-    if line[end : end + 6] != b',"h":"' or line[-2:] != b'"}' or line[end - 1 : end] != b"}" or end <= match.end():
+    if line[end - 1 : end + 6] != b'},"h":"' or line[-2:] != b'"}' or end <= match.end():
         raise BadLine('it does not end with },"h":"…"}')
-    h = sha256(memoryview(line)[:end]).hexdigest().encode()
+    h = sha256(line[:end]).hexdigest().encode()
     if h != line[-66:-2]:
         raise BadLine(f"its bytes hash to {h[:12].decode()}…, not to the hash that it states")
     return Line(int(match[1]), int(match[2]), match[3], line[match.end() : end], h)
@@ -159,7 +159,7 @@ class Chain:
             self._take_own(line)
         self.n += 1
         self.head = line.h
-        self.frontier = max(self.frontier, line.c)
+        self.frontier = line.c
 
     def _take_open(self, line: Line) -> None:
         body = read_body(line.body)

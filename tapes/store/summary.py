@@ -181,14 +181,20 @@ class TapeFold:
         elif isinstance(facts, CallFacts):
             self.calls += 1
             self.sampled += column_length(facts.completion)
-        elif isinstance(facts, RewardFacts) and self.status is None:
-            # A failure is permanent, because a sum without the failed component is not a reward (`total_reward`).
-            if self.failed or facts.failed:
-                self.failed, self.reward = True, None
-            elif facts.weight:
-                self.reward = (self.reward or 0.0) + facts.weight * facts.value
+        elif isinstance(facts, RewardFacts):
+            self.score(facts.value, facts.weight, facts.failed)
         elif isinstance(facts, EndFacts):
             self.status, self.cause, self.ended = facts.status, facts.cause, facts.at
+
+    def score(self, value: float, weight: float, failed: bool) -> None:
+        """Add one component of the reward, unless it is a layer."""
+        if self.status is not None:
+            return
+        # A failure is permanent, because a sum without the failed component is not a reward (`total_reward`).
+        if self.failed or failed:
+            self.failed, self.reward = True, None
+        elif weight:
+            self.reward = (self.reward or 0.0) + weight * value
 
     @property
     def trainable(self) -> bool:

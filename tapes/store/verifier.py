@@ -12,28 +12,24 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from hashlib import sha256
-from math import isqrt, prod
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from pydantic import JsonValue, computed_field
-from pydantic_core import from_json
 
 from ..errors import NewerRecord, UsageError
-from ..messages import image_parts, video_in, visual_parts
-from ..pictures import Video, videos_in
-from ..places import Place
-from ..records import DIGEST_START, IN_TAPE, Begin, Call, Files, Lead, Message, Parent, StepRecord, fold
+from ..place_checks import PlaceChecks, Shown, shown_in
+from ..records import DIGEST_START, IN_TAPE, Parent, fold
 from ..schema import parse_record, reason_of
 from ..value import STANDINGS, Standing, Value
-from .books import Books, BooksFold
+from .books import Books, BooksFold, Entry, entry_of
 from .disk import REAL, Disk, NotAFile, changed, damage, file_digest
 from .lease import FOLDER, Holder, read_leads
 from .media import Media
 from .reader import PINS, SegmentReader, read_pin_file, segment_sizes
 from .segment import Line, peek, segment_names
+from .summary import read_facts
 from .writer import CLOSED, is_live
 
 _PIN = re.compile(r"(?:([0-9]{6}-[0-9a-f]{6}):)?([0-9a-f]{64})")
@@ -107,6 +103,56 @@ class Report(Value):
         return STANDINGS[self.exit_code]
 
 
+class _Begun(NamedTuple):
+    """What only verification needs from a `begin`."""
+
+    parent: Parent | None
+    package: str | None
+    """The package version that recorded the tape."""
+    problem: str | None
+    """Sentence about a wrong hash of the task."""
+
+
+class _Odd(NamedTuple):
+    """The reason why a record can't be read."""
+
+    reason: str
+    part: str | None = None
+    """The part that this version doesn't know, if that is the only reason."""
+
+
+_Item = tuple[int, str, str | None, Entry | None, Shown | None, _Begun | _Odd | dict[str, str | None] | int | None]
+"""The facts from one line: its number, its record's type and tape, the entry for the books, the pictures, and further
+facts, which are the digests in a `files` record and the epoch in a `lead` record."""
+
+
+def _examine(line: Line) -> _Item:
+    """Check a line's record without the other lines, and return the facts from it."""
+    n, t, tape, body = line.n, "", None, line.body
+    try:
+        t, tape = peek(body)
+        record = parse_record(body)
+    except NewerRecord as error:
+        entry = None
+        with contextlib.suppress(ValueError, TypeError, AttributeError):
+            entry = entry_of(read_facts(t, body))
+        return n, t, tape, entry, None, _Odd(str(error), error.part)
+    except ValueError as error:
+        return n, t, tape, None, None, _Odd(reason_of(error))
+    t, entry = record.t, entry_of(record)
+    if record.t == "step" or record.t == "call":
+        return n, t, tape, entry, shown_in(record), None
+    if record.t == "begin":
+        problem, found = None, record.task.hash
+        if found != record.task_hash:
+            problem = f"tape {record.tape}: its task hashes to {found}, not to the recorded {record.task_hash}"
+        begun = _Begun(record.parent, record.versions.get("package"), problem)
+        return n, t, tape, entry, shown_in(record), begun
+    if record.t == "files":
+        return n, t, tape, entry, None, record.files
+    return n, t, tape, entry, None, record.epoch if record.t == "lead" else None
+
+
 class _Fold:
     """Accumulates the facts from the lines that were read so far."""
 
@@ -116,7 +162,7 @@ class _Fold:
         self.tapes: set[str] = set()
         self.forks: list[tuple[str, Parent]] = []
         self.media: set[str] = set()
-        self.pictures = _Pictures()
+        self.places = PlaceChecks()
         self.files: dict[str, str | None] = {}
         self.leads: dict[int, str] = {}
         """Name of the segment with the `lead` record, by epoch."""
@@ -127,42 +173,46 @@ class _Fold:
         self._wrote: dict[str, str] = {}
         """The package version that recorded each tape."""
 
-    def add(self, segment: str, line: Line) -> None:
+    def add(self, segment: str, item: _Item) -> None:
+        """Add the facts from a line of `segment`. The lines must come in order."""
+        n, t, tape, entry, shown, more = item
         self.records += 1
-        place = f"record {line.n} of segment {segment}"
-        t, tape = "", None
-        try:
-            t, tape = peek(line.body)
-            record = parse_record(line.body)
-            self.books.add(line.body)
-        except NewerRecord as error:
-            part = (error.part, self._wrote.get(tape or ""))
-            n, first = self._unknown.get(part, (0, place))
-            self._unknown[part] = n + 1, first
-            with contextlib.suppress(ValueError):
-                self.books.add(line.body)
+        if isinstance(more, _Odd):
+            self._add_odd(f"record {n} of segment {segment}", more, t, tape, entry)
             return
-        except ValueError as error:
-            self.broken.append(f"{place} can't be read: {reason_of(error)}")
-            return
+        if entry is not None:
+            self.books.post(t, tape, entry)
         if tape is not None and t in IN_TAPE:
             self.tapes.add(tape)
-        if isinstance(record, Begin | StepRecord | Call):
-            self.broken += self.pictures.add(record)
-            self.media |= set(record.media)
-        if isinstance(record, Files):
-            self.files |= record.files
-        if isinstance(record, Lead):
-            self.leads[record.epoch] = segment
-        if isinstance(record, Begin):
-            if "package" in record.versions:
-                self._wrote[record.tape] = record.versions["package"]
-            if record.parent is not None:
-                self.forks.append((record.tape, record.parent))
-            if record.task.hash != record.task_hash:
-                self.broken.append(
-                    f"tape {record.tape}: its task hashes to {record.task.hash}, not to the recorded {record.task_hash}"
-                )
+            if shown is not None:
+                self.broken += self.places.add(tape, shown)
+                self.media.update(shown.media)
+        if more is not None:
+            self._add_more(segment, tape, more)
+
+    def _add_more(self, segment: str, tape: str | None, more: _Begun | dict[str, str | None] | int) -> None:
+        if isinstance(more, int):
+            self.leads[more] = segment
+        elif isinstance(more, dict):
+            self.files |= more
+        elif tape is not None:
+            if more.package is not None:
+                self._wrote[tape] = more.package
+            if more.parent is not None:
+                self.forks.append((tape, more.parent))
+            if more.problem is not None:
+                self.broken.append(more.problem)
+
+    def _add_odd(self, place: str, odd: _Odd, t: str, tape: str | None, entry: Entry | None) -> None:
+        if odd.part is None:
+            self.broken.append(f"{place} can't be read: {odd.reason}")
+            return
+        part = (odd.part, self._wrote.get(tape or ""))
+        n, first = self._unknown.get(part, (0, place))
+        self._unknown[part] = n + 1, first
+        if entry is not None:
+            with contextlib.suppress(TypeError):  # for example, text in the place of a number
+                self.books.post(t, tape, entry)
 
     def unknown(self) -> list[str]:
         """Return sentences about the parts of records that this version doesn't know."""
@@ -171,109 +221,6 @@ class _Fold:
             f"{f'; Tapereel {wrote} wrote it' if wrote else ''}{f' (and {n - 1:,} more records)' if n > 1 else ''}"
             for (part, wrote), (n, first) in self._unknown.items()
         ]
-
-
-class _Pictures:
-    """Checks the places of pictures in each prompt, which are the ranges of tokens that stand for them. The places must
-    fit the pictures in the prompt's messages, and the tape must have these pictures.
-
-    No model is loaded, so the tokens at a place can only be checked against the size of the picture. A processor
-    produces the same grid and ids for all pictures of one size, and a picture's first and last id are equal.
-    """
-
-    def __init__(self) -> None:
-        self._shown: dict[str, set[str]] = {}
-        """Names (`_named`) of the pictures in each tape's steps and requests. A fork of an unread tape has no entry."""
-        self._sizes: dict[tuple[str, int, int], str] = {}
-        """The recorded sizes of pictures, as (file, width, height). The value is a tape that recorded the size."""
-        self._placed: list[tuple[str, str, Place, bytes, bool, bool]] = []
-        """One tuple for each place: (call, processor and agent, place, hash of the ids at the place, whether these ids
-        are all equal, whether the first and last id are plausible)."""
-        self._processors: dict[str, str] = {}
-        self._calls: dict[str, tuple[list[tuple[int, Message]], list[Place]]] = {}
-        """For each call with pictures: its pictures and videos, each as (message index, content part), and the places
-        in its prompt."""
-
-    def add(self, record: Begin | StepRecord | Call) -> list[str]:
-        """Add a record, and return a sentence for each disagreement."""
-        if isinstance(record, Begin):
-            above = self._shown.get(record.parent.tape) if record.parent is not None else ()
-            if above is not None:
-                self._shown[record.tape] = set(above)
-            self._processors[record.tape] = record.versions.get("processor", "")
-        # The class of a step may not have been imported, so the step's JSON is read instead.
-        asks = isinstance(record, Call)
-        content = visual_parts(record.messages) if asks else from_json(record.body()) if record.media else []
-        self._sizes |= dict.fromkeys(_sizes(content), record.tape)
-        shown = self._shown.get(record.tape)
-        if shown is not None and not isinstance(record, Begin):
-            shown.update(record.media)
-            shown.update(_named(video) for video in videos_in(content) if isinstance(record, StepRecord))
-        if shown is None or not isinstance(record, Call):
-            return []
-        asked, places = self._calls.get(record.base or "", ([], []))
-        asked = [one for one in asked if one[0] < record.keep_messages]
-        places = [place for place in places if place.end <= record.keep] + list(record.places)
-        for i, message in enumerate(record.messages, record.keep_messages):
-            asked += [(i, part) for part in visual_parts([message])]
-        if (not asked and not places) or record.prompt is None:
-            return []
-        self._calls[record.call] = asked, places
-        by = f"{self._processors.get(record.tape)} {record.by}"
-        for place in record.places:
-            start, end = place.offset - record.keep, place.end - record.keep
-            ids = record.prompt[start:end]
-            run, around = len(set(ids)) == 1, [*record.prompt[:start][-1:], *record.prompt[end : end + 1]]
-            ends = place.kind == "video" or (ids[0] == ids[-1] and not (run and ids[0] in around))
-            self._placed.append((record.call, by, place, sha256(ids).digest(), run, ends))
-        # A renderer represents either every video as one place or every video as separate frames.
-        parts: list[Message] = [part for _, part in asked]
-        if not any(place.kind == "video" for place in places):
-            parts = image_parts([{"content": parts}])
-        read = [_named(video) if (video := video_in(part)) else str(part.get("media")) for part in parts]
-        names = [_named(place) for place in places]
-        if shown.issuperset(names) and (read == names or record.cut):
-            return []
-        return [
-            f"call {record.call} has the pictures {names} in its prompt, {read} in its messages, {sorted(shown)} shown"
-        ]
-
-    def check(self, sizes: Mapping[str, tuple[int, int]]) -> Iterator[str]:
-        """Yield a sentence for each disagreement with the files. `sizes` has (width, height) from each header."""
-        for (name, *said), tape in self._sizes.items():
-            if tuple(said) != (size := sizes.get(name, tuple(said))):
-                yield f"tape {tape} records {said[0]}x{said[1]} pixels for the picture {name}; its file has {size}"
-        first: dict[tuple[object, ...], object] = {}
-        for call, by, place, ids, run, ends in self._placed:
-            width, height = size = sizes.get(place.media[0], (0, 0))
-            grid, known = place.grid, (by, place.kind, place.times, size) if any(size) else (place,)
-            fits = ends and first.setdefault(known, (grid, ids)) == (grid, ids)
-            if run:  # a processor merges a square of patches into one token
-                fits &= isqrt(max(prod(grid), 0) // place.length) ** 2 * place.length == prod(grid)
-            tall, wide = (0, 0, *grid)[-2:]
-            if not fits or (tall - wide) * (height - width) < 0:
-                yield (
-                    f"call {call} has the {place.kind} {place.media[0]} at {place.length} tokens from {place.offset} "
-                    f"with the grid {grid}, which doesn't fit its tokens or the size {size} of the file"
-                )
-
-
-def _sizes(content: object) -> Iterator[tuple[str, int, int]]:
-    """Yield (file, width, height) for each picture in a JSON value."""
-    match content:
-        case {"media": str(name), "width": int(width), "height": int(height)}:
-            yield name.removeprefix("media:"), width, height
-        case dict() | list():
-            for part in content.values() if isinstance(content, dict) else content:
-                yield from _sizes(part)
-        case _:
-            pass
-
-
-def _named(shown: Place | Video) -> str:
-    """Return the file names of a picture or video as one string. For a video, add the time of each frame in seconds."""
-    names = shown.media if isinstance(shown, Place) else [frame.name for frame in shown.frames]
-    return " ".join([*names, *(f"{seconds!r} s" for seconds in shown.times)])
 
 
 class _Pins:
@@ -313,13 +260,16 @@ class _Pins:
                 f"invalid pin {pin!r}: give segment:hash, a hash of 64 hex digits, or the path of a file like {PINS}"
             ) from None
 
-    def see(self, name: str, line: Line) -> None:
-        """Mark the pins that name this line as met. `line` is an intact line in segment `name`."""
-        h = line.h.decode()
+    def see(self, name: str, n: int, h: str) -> None:
+        """Mark the pins that name a line as met. `h` is the hash of the intact line `n` in segment `name`."""
         if h in self.anywhere or (name, h) in self.of_segment:
-            self.met[name, h] = line.n + 1
+            self.met[name, h] = n + 1
         self.anywhere.discard(h)
         self.of_segment.discard((name, h))
+
+    def hashes(self) -> frozenset[bytes]:
+        """Return the hashes of all pins that were not yet met."""
+        return frozenset(h.encode() for h in self.anywhere.union(h for _, h in self.of_segment))
 
     def unmet(self) -> list[str]:
         return [
@@ -408,11 +358,12 @@ def _gather_pins(path: Path, names: list[str], pins: Iterable[str], disk: Disk) 
 def _segment(
     folder: Path, name: str, size: int, disk: Disk, found: _Fold, wanted: _Pins, torn: list[str]
 ) -> SegmentReport:
-    reader, problem = SegmentReader(folder, name, end=size, disk=disk), None
+    reader, problem, pinned = SegmentReader(folder, name, end=size, disk=disk), None, wanted.hashes()
     try:
         for _, line, _ in reader:
-            found.add(name, line)
-            wanted.see(name, line)
+            found.add(name, _examine(line))
+            if line.h in pinned:
+                wanted.see(name, line.n, line.h.decode())
         broken = reader.broken()
     except OSError as error:
         found.broken.append(problem := f"segment {name} can't be read: {error}")
@@ -477,7 +428,7 @@ def _check_media(folder: Path, disk: Disk, found: _Fold) -> int:
             found.broken.append(f"media file {name} is gone, but a record names it")
         except OSError as error:
             found.broken.append(f"media file {name} can't be read: {error}")
-    found.broken += found.pictures.check(sizes)
+    found.broken += found.places.check(sizes)
     return len(set(media.names()) - found.media)
 
 

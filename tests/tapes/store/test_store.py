@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import cProfile
 import gc
 import os
+import pstats
 import re
 import sqlite3
 from pathlib import Path
@@ -59,6 +61,16 @@ def test_a_closed_run_is_sealed_pinned_and_verified(tmp_path: Path) -> None:
     assert verify(tmp_path / "run", pins=["f" * 64]).exit_code == 1
     with pytest.raises(ValueError, match="'nonsense'"):
         verify(tmp_path / "run", pins=["nonsense"])
+
+
+def test_verifying_takes_few_calls_for_each_record(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "run") as store:
+        for k in range(100):
+            write(store, *lab.episode(f"t{k}"))
+    profile = cProfile.Profile()
+    report = profile.runcall(verify, tmp_path / "run")
+    # The count doesn't depend on the machine's load, as its time would. It was 121 when each record was parsed twice.
+    assert pstats.Stats(profile).total_calls / report.records < 75
 
 
 def test_a_run_is_made_once_and_opened_where_it_is(tmp_path: Path) -> None:
