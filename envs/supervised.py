@@ -52,6 +52,10 @@ class Supervised:
         """The task waits for this future between calls."""
         self._stopped: type[Exception] | None = None
         self._what = ""
+        self._due: float | None = None
+        """When the newest call exceeds its time limit, on the loop's clock."""
+        self._alarm: asyncio.TimerHandle | None = None
+        """Rings at `_due` or earlier. One alarm serves many calls, because an event loop keeps cancelled timers."""
         self._process = os.getpid()
 
     async def __call__(
@@ -63,13 +67,17 @@ class Supervised:
         CancelledError if the caller was cancelled. `work` has then ended or is listed in `left`.
         """
         loop = asyncio.get_running_loop()
-        done = self._done = loop.create_future()
+        done = self._done = asyncio.Future(loop=loop)
         self._work, self._what, self._stopped, self._busy = work, what, None, True
         if self._task is None:
             self._task = loop.create_task(self._serve(), name=f"tapereel {what}")
         elif self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
-        timer = loop.call_later(seconds, self.stop, TimedOut) if seconds is not None else None
+        self._due = None
+        if seconds is not None:
+            self._due = loop.time() + seconds
+            if self._alarm is None or self._due < self._alarm.when():
+                self._arm(loop, self._due)
         try:
             result, error = await done
         except asyncio.CancelledError:  # only the caller was cancelled: this future raises nothing else
@@ -80,9 +88,6 @@ class Supervised:
                     await self._done
                 self._leave(self._done)
             raise
-        finally:
-            if timer is not None:
-                timer.cancel()
         if self._stopped is not None:
             raise self._stopped(f"{what} did not return within {seconds or 0:g} s") from error
         if isinstance(error, asyncio.CancelledError):
@@ -93,6 +98,17 @@ class Supervised:
         if error is not None:
             raise error
         return result
+
+    def _arm(self, loop: asyncio.AbstractEventLoop, due: float | None) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = loop.call_at(due, self._ring, loop, due) if due is not None else None
+
+    def _ring(self, loop: asyncio.AbstractEventLoop, rung: float) -> None:
+        due = self._due if self._busy else None  # another call may have begun since the alarm was set
+        self._arm(loop, due if due is not None and due > rung else None)
+        if due is not None and due <= rung:
+            self.stop(TimedOut)
 
     def stop(self, why: type[Exception] = Stopped) -> None:
         """Cancel the call in progress. The call raises `why` when its code ends, or after `GRACE` seconds."""
@@ -112,6 +128,9 @@ class Supervised:
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
 
     def _leave(self, done: asyncio.Future[tuple[Any, BaseException | None]]) -> None:
         if self._done is not done or not self._busy or self._task is None:
@@ -154,7 +173,7 @@ class Supervised:
                     task.uncancel()  # the next call's `asyncio.timeout` would take this cancellation for its own
                 self._settle(result, error)
                 del work, result, error
-            self._wake = loop.create_future()
+            self._wake = asyncio.Future(loop=loop)
             try:
                 await self._wake
             except asyncio.CancelledError:

@@ -89,7 +89,7 @@ class Program:
 
         async def run() -> None:
             self.say(who, "sleeps", name)
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(seconds and seconds + name * 1e-6)  # so that no two timers ring at the same time
             self.say(who, "woke", name)
 
         return run

@@ -13,10 +13,10 @@ from tapereel.envs import supervised as module
 from tapereel.envs.supervised import StrayCancellation, Supervised, TimedOut
 from tapereel.tapes.common.shared_loop import SharedLoop
 
-from .supervised_programs import played
+from .supervised_programs import played, virtual
 
-RECORDED = "da0344e676da6e5c9143097453f28c93ddd7aa18c04f3d8f38018e004c5c6416"
-"""SHA-256 of the logs of 100 programs, by the Supervised of commit 9dc43d5 and Python 3.11."""
+RECORDED = "fa1e2fcd03a1d49d558b359a635bec89b08fa9e622338682e1d477810583ded8"
+"""SHA-256 of the logs of 100 programs, by the Supervised of commit cd1c157e and Python 3.11."""
 
 
 @pytest.fixture(autouse=True)
@@ -106,3 +106,30 @@ def test_code_that_was_left_running_gives_no_later_call_its_result(monkeypatch: 
         code.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.timeout(20)
+def test_many_calls_with_a_limit_share_one_alarm_and_each_has_its_own_limit() -> None:
+    loop = virtual(asyncio.SelectorEventLoop)
+
+    async def main() -> float:
+        code, first = Supervised(), loop.call_later(1.0, int)  # behind it, a loop keeps cancelled timers
+        for k in range(20):
+            assert await code(value(k), "code", 60.0) == k
+        assert len(loop._scheduled) == 2  # type: ignore[attr-defined]
+        assert not first.cancelled()
+        await asyncio.sleep(30.0)
+        began = loop.time()
+        with pytest.raises(TimedOut):
+            await code(asyncio.sleep(1000.0), "code", 60.0)  # the alarm of the first call rings meanwhile
+        seconds = loop.time() - began
+        with pytest.raises(TimedOut):
+            await code(asyncio.sleep(1000.0), "code", 0.5)
+        code.close()
+        return seconds
+
+    try:
+        assert loop.run_until_complete(main()) == pytest.approx(60.0)
+        assert loop.time() == pytest.approx(90.5)
+    finally:
+        loop.close()
