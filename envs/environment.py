@@ -63,7 +63,8 @@ def as_outcome(value: object, method: str = "step") -> Outcome:
     """Return `value` unchanged. Raises EnvironmentFault if it isn't an Outcome. `method` is the method that returned
     the value, for the error message."""
     if isinstance(value, Outcome):
-        value.components()  # raises if a reward became invalid after the constructor checked it
+        if value.metrics or isinstance(value.reward, dict):
+            value.components()  # raises if a dict became invalid after the constructor checked it
         return value
     wanted = "an Outcome" if method == "step" else "an Outcome or None"
     raise EnvironmentFault(f"{method} must return {wanted}, not {type(value).__name__}")
@@ -145,11 +146,13 @@ class Outcome:
         A reward component has the weight 1, and a metric has the weight 0. Raises TypeError or ValueError if
         `check_reward` rejects a value.
         """
-        rewards = (
-            {} if self.reward is None else self.reward if isinstance(self.reward, dict) else {"reward": self.reward}
-        )
-        every: list[tuple[str, float, float]] = [(name, value, 1.0) for name, value in rewards.items()]
-        every += [(name, value, 0.0) for name, value in self.metrics.items()]
+        reward, every = self.reward, list[tuple[str, float, float]]()
+        if isinstance(reward, dict):
+            every += [(name, value, 1.0) for name, value in reward.items()]
+        elif reward is not None:
+            every.append(("reward", reward, 1.0))
+        if self.metrics:
+            every += [(name, value, 0.0) for name, value in self.metrics.items()]
         for name, value, weight in every:
             check_reward(f"reward component {name!r}", value, weight)
         return every

@@ -44,16 +44,18 @@ class Messages(Sequence[Message]):
     @overload
     def __getitem__(self, index: slice) -> list[Message]: ...
     def __getitem__(self, index: int | slice) -> Message | list[Message]:
+        head = len(self.head)
+        n = head + self._n
         if isinstance(index, slice):
-            start, stop, step = index.indices(len(self))
-            if step == 1 and start >= len(self.head):
-                return self._items[start - len(self.head) : stop - len(self.head)]
-            return [self[i] for i in range(start, stop, step)]
+            start, stop, step = index.indices(n)
+            if step == 1 and head <= start <= stop:
+                return self._items[start - head : stop - head]
+            return [*self.head, *self._items[: self._n]][index]
         if index < 0:
-            index += len(self)
-        if not 0 <= index < len(self):
-            raise IndexError(f"message {index} of {len(self)}")
-        return self.head[index] if index < len(self.head) else self._items[index - len(self.head)]
+            index += n
+        if not 0 <= index < n:
+            raise IndexError(f"message {index} of {n}")
+        return self.head[index] if index < head else self._items[index - head]
 
     def __iter__(self) -> Iterator[Message]:
         yield from self.head

@@ -38,12 +38,14 @@ class TextTrack:
     messages: Sequence[Message]
     """The messages of the request, without the reply."""
     reply: Message
+    end: int
+    """Number of messages, including the reply."""
 
     def shared(self, messages: Sequence[Message]) -> int:
         """Return how many of `messages`, counted from the first, are the same as in this track. The track's last
         message is the reply."""
         n = shared_prefix(messages, self.messages)
-        if n == len(self.messages) and len(messages) > n and messages[n] == self.reply:
+        if n == self.end - 1 and len(messages) > n and messages[n] == self.reply:
             return n + 1
         return n
 
@@ -139,7 +141,7 @@ class Conversations:
             n = track.shared(messages)
             if n > keep:
                 base, keep = track, n
-                if keep == len(track.messages) + 1:
+                if keep == track.end:
                     break
         new = tuple(messages[keep:])
         record = Call(
@@ -152,8 +154,8 @@ class Conversations:
             **shared,
         )
         self._recorder.write(record)
-        track = TextTrack(pending.call, messages, record.reply)
-        if base is not None and keep == len(base.messages) + 1:
+        track = TextTrack(pending.call, messages, record.reply, len(messages) + 1)
+        if base is not None and keep == base.end:
             tracks[tracks.index(base)] = track
         else:
             tracks.append(track)
@@ -235,7 +237,7 @@ class Conversations:
                 continue
             key, messages = (call.by, call.conversation), prefix.call_messages(call)
             if renderer is None:
-                self._texts[key].append(TextTrack(call.call, messages, call.reply))
+                self._texts[key].append(TextTrack(call.call, messages, call.reply, len(messages) + 1))
             elif call.prompt is not None and call.completion is not None:
                 self._tokens[key].append(
                     renderer.retrack(

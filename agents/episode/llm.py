@@ -210,9 +210,12 @@ class LLM(Clock):
 
         If the agent made no call since its previous step, the step is attributed to its newest call in this turn.
         """
-        path = next((p for seen, p in self._delegated if seen is step), outermost)
-        self._delegated.clear()
-        source = next((call for seen, call in self._read if seen is step), None)
+        path, source = outermost, None
+        if self._delegated:
+            path = next((p for seen, p in self._delegated if seen is step), outermost)
+            self._delegated.clear()
+        if self._read:
+            source = next((call for seen, call in self._read if seen is step), None)
         if source is not None:
             self._read = [entry for entry in self._read if entry[0] is not step]
             self._unread[path] = [call for call in self._unread.get(path, ()) if call != source]
@@ -424,7 +427,7 @@ class _Exchange:
         is cut. max_tokens is reduced to the space that the prompt leaves in the context."""
         limits = self._llm._limits
         wanted = base.max_tokens if max_tokens is None else max_tokens
-        context = min((size for size in (limits.context, self._engine.context) if size), default=None)
+        context = min(filter(None, (limits.context, self._engine.context)), default=None)
         most, keep = limits.prompt_tokens, limits.keep_prompt
         if keep is not None and context is not None:
             most = min(most or context, context - wanted)
@@ -538,7 +541,7 @@ class _Exchange:
     def _record(self, completion: Completion, attempts: tuple[Attempt, ...], finish: Finish) -> None:
         """Count the sampled tokens and record the call."""
         ids = completion.ids
-        self._llm.sampled += len(ids) if ids is not None else completion.usage.completion_tokens or 0
+        self._llm._budget.used += len(ids) if ids is not None else completion.usage.completion_tokens or 0
         self._llm._conversations.write(self._pending, completion, attempts, finish=finish)
 
     # read

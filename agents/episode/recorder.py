@@ -16,12 +16,13 @@ from ...tapes.tape import TapeLog
 class Recorder:
     """Writes the records of one episode. Single use."""
 
-    __slots__ = ("_calls", "asked", "journal", "log", "shown")
+    __slots__ = ("_calls", "asked", "journal", "log", "shown", "tape")
 
     def __init__(self, begin: Begin, journal: Journal | None, parent: Tape | None = None) -> None:
         body = begin.body()
         self.log = TapeLog(begin, parent=parent, body=body)
         self.journal = journal
+        self.tape = begin.tape
         self._calls = 0
         self.shown = self.log.shown
         """The pictures in the tape's steps and requests, by file name."""
@@ -34,14 +35,10 @@ class Recorder:
             self.log.file = lambda name: journal.media.get(f"media:{name}")
             journal.append(body)
 
-    @property
-    def tape(self) -> str:
-        return self.log.begin.tape
-
     def write(self, record: Record) -> None:
         """Append the record to the log, then to the journal. A record that the log rejects is therefore never written
         to disk."""
-        if isinstance(record, StepRecord) and record.media:
+        if type(record) is StepRecord and record.media:
             self._show(record.content)
         body = self.log.append(record)
         if self.journal is not None:

@@ -17,7 +17,6 @@ import random
 import time
 import traceback
 from collections.abc import Coroutine, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 from pydantic import JsonValue
@@ -299,7 +298,7 @@ class Episode:
     async def _reset(self) -> tuple[Status, Cause | None] | None:
         try:
             self.env.rng = random.Random(self.begin.env_seed)
-            if type(self.env).acquire is not Environment.acquire:
+            if _defines(self.env, "acquire"):
                 await self.call("acquire", bounded=False)
             if self.log.parent is not None:
                 return await self._restore(self.log.parent)
@@ -322,8 +321,11 @@ class Episode:
         turn."""
         view = Tape(self.log, scope=self.agent.path, agent_view=True)
         try:
-            with self.timers.acting():
+            self.timers.acting(True)
+            try:
                 action = await self.acting(self._turn(view), f"{type(self.agent).__qualname__}.act")
+            finally:
+                self.timers.acting(False)
         except NOT_FAULTS:
             raise
         except BaseException as error:
@@ -354,7 +356,7 @@ class Episode:
                     return None  # this task was left running, and its episode ended without it
                 if not isinstance(step, Step) or isinstance(step, Observation):
                     raise AgentFault(f"act yielded {step!r}: it may yield thoughts and one Action")
-                path, calls = self.llm.attribute(step, self.agent.path)
+                path, calls = self.llm.attribute(step, view.scope)
                 await self._record(step, path, calls)
                 if isinstance(step, Action):
                     return step
@@ -367,8 +369,12 @@ class Episode:
     async def _react(self, action: Action) -> tuple[Status, Cause | None] | None:
         at = len(self.log.entries) - 1
         try:
-            with self.timers.acting() if isinstance(action, ToolCalls) else nullcontext():
+            if isinstance(action, ToolCalls):
+                self.timers.acting(True)
+            try:
                 outcome = as_outcome(await self.call("step", action))
+            finally:
+                self.timers.acting(False)
             self._score(outcome, at)
             if outcome.observation is not None:
                 await self._record(outcome.observation, ENV, ())
@@ -422,7 +428,7 @@ class Episode:
         if not trains(status, cause.type if cause is not None else None):
             return status, cause
         try:
-            outcome = await self.call("finish", status)
+            outcome = await self.call("finish", status) if _defines(self.env, "finish") else None
             if outcome is not None:
                 self._score(as_outcome(outcome, "finish"), None)
             if self.env.rewards is not None:
@@ -442,7 +448,8 @@ class Episode:
     async def _close(self) -> None:
         """Close the environment. An error while closing is recorded in `End` and doesn't change the result."""
         try:
-            await self.call("close")
+            if _defines(self.env, "close"):
+                await self.call("close")
         except NOT_FAULTS:
             raise
         except BaseException as error:
@@ -461,6 +468,12 @@ class Episode:
             self.recorder.write(
                 Reward(tape=self.recorder.tape, step=step, name=name, value=float(value), weight=weight)
             )
+
+
+def _defines(env: AnyEnvironment, method: str) -> bool:
+    """Return whether the environment has its own `method`. The methods of the base class do nothing, so a call of them
+    would only cost its way to the environment's task and back."""
+    return getattr(getattr(env, method), "__func__", None) is not getattr(Environment, method)
 
 
 def _recorded_limits(limits: Limits, engine: Engine | None) -> dict[str, JsonValue]:

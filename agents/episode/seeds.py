@@ -10,7 +10,7 @@ def derive_seed(seed: int, *parts: str | int) -> int:
 
     Different `parts` give independent streams, such as one for each call, attempt, environment and purpose.
     """
-    text = "/".join(str(part) for part in (seed, *parts))
+    text = "/".join(map(str, (seed, *parts)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 

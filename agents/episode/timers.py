@@ -13,9 +13,9 @@ system time. A policy must not be punished for an unmeasured wait in a queue.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from ...tapes import CauseType
 from ...tapes.records import Attempt
@@ -30,7 +30,7 @@ class Timers:
         self._absence = absence_of(engine)
         self.on_limit: Callable[[LimitReached], None] = lambda _: None
         self.reached: LimitReached | None = None
-        self._limits = {True: limits.agent_seconds, False: limits.system_seconds}
+        self._limits = {True: limits.agent_seconds or math.inf, False: limits.system_seconds or math.inf}
         self._spent = {True: 0.0, False: 0.0}
         """Seconds spent by the agent (True) and by the system (False)."""
         self._agents = False
@@ -38,8 +38,10 @@ class Timers:
         self._acting = False
         self._calls = self._working = 0
         """The number of model calls in flight, and the number of these calls that a model is computing."""
-        self._since = time.monotonic()
+        self._since = 0.0
         self._alarm: asyncio.TimerHandle | None = None
+        self._due = math.inf
+        """When the alarm rings, on `time.monotonic`."""
         self._running = False
 
     @property
@@ -50,26 +52,18 @@ class Timers:
     def start(self) -> None:
         """Start the system's timer. This needs a running event loop."""
         self._running, self._since = True, self._now()
-        self._change()
+        self._arm(min(self._limits.values()))
 
     def stop(self) -> None:
         """Stop both timers."""
-        self._change()
+        self._count()
         self._running = False
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+        self._cancel()
 
-    @contextmanager
-    def acting(self) -> Iterator[None]:
-        """A context in which the agent's code or one of its tools runs."""
-        self._acting = True
+    def acting(self, acts: bool) -> None:
+        """Called when the agent's code or one of its tools begins (True) or ceases (False) to run."""
+        self._acting = acts
         self._change()
-        try:
-            yield
-        finally:
-            self._acting = False
-            self._change()
 
     def called(self) -> None:
         """Called when a model call begins."""
@@ -87,44 +81,57 @@ class Timers:
         self._change()
 
     def _change(self) -> None:
-        """Add the time since the last change to the timer that ran, and start the timer that applies now."""
-        if not self._running:
-            return
-        now = self._now()
-        self._spent[self._agents] += max(now - self._since, 0.0)  # below 0 if several engines of a team are absent
-        self._since = now
-        self._check()
+        """Start the timer that applies now, unless it runs already."""
         agents = self._acting and (self._working > 0 or not self._calls)
-        if agents == self._agents and self._alarm is not None:
+        if agents == self._agents or not self._running:
             return
+        now = self._count()
         self._agents = agents
         if self._absence is not None:
             self._since = self._now()
-        limit = self._limits[self._agents]
-        if limit is None or self.reached is not None:
-            return
-        # An alarm that rings too early is set again, so it isn't moved if the limit is now later. The wait is at least
-        # 10 ms. If servers go away just before the limit, the system's clock stops, and without this minimum, the alarm
-        # would ring continuously.
-        loop = asyncio.get_running_loop()
-        due = loop.time() + max(limit - self._spent[self._agents], 0.01)
-        if self._alarm is None or due < self._alarm.when():
-            if self._alarm is not None:
-                self._alarm.cancel()
-            self._alarm = loop.call_at(due, self._ring)
+            now = time.monotonic()
+        left = self._limits[agents] - self._spent[agents]
+        if now + left < self._due and self.reached is None:
+            self._arm(left)
+
+    def _count(self) -> float:
+        """Add the time since the last count to the timer that runs, check its limit, and return its clock."""
+        now, agents = time.monotonic() if self._absence is None else self._now(), self._agents
+        if now > self._since:  # earlier if several engines of a team are absent
+            self._spent[agents] += now - self._since
+        self._since = now
+        if self._spent[agents] >= self._limits[agents] and self.reached is None:
+            self._reach()
+        return now
 
     def _now(self) -> float:
         """Return the running timer's clock in seconds. The system's clock stops while no server answers the engine."""
         return time.monotonic() - (self._absence.seconds if self._absence is not None and not self._agents else 0.0)
 
-    def _ring(self) -> None:
-        self._alarm = None
-        self._change()
-
-    def _check(self) -> None:
-        limit = self._limits[self._agents]
-        if limit is None or self.reached is not None or self._spent[self._agents] < limit:
+    def _arm(self, left: float) -> None:
+        """Set the alarm to ring in `left` seconds. An alarm that rings too early is set again, so it is moved only if
+        it would ring too late."""
+        self._cancel()
+        if left == math.inf:
             return
+        # If servers go away just before the limit, the system's clock stops, and without this minimum, the alarm would
+        # ring continuously.
+        left = max(left, 0.01)
+        self._alarm, self._due = asyncio.get_running_loop().call_later(left, self._ring), time.monotonic() + left
+
+    def _cancel(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm, self._due = None, math.inf
+
+    def _ring(self) -> None:
+        self._cancel()
+        self._count()
+        if self.reached is None:
+            self._arm(self._limits[self._agents] - self._spent[self._agents])
+
+    def _reach(self) -> None:
+        limit = self._limits[self._agents]
         if self._agents:
             message = f"the agent, its model calls and its tools took {limit:g} s (limits.agent_seconds)"
             self.reached = LimitReached(CauseType.AGENT_SECONDS, message)

@@ -429,6 +429,8 @@ def read_calls(
     """Return the calls and faults in `entries`. Each entry is (call, fault). `call` is in the chat format or None, and
     `fault` is "" if no fault is known yet. `written` has the place of each entry in the text, or is empty if the calls
     aren't in the text. If the answer was cut off, it has no calls."""
+    if not entries and not thoughts:
+        return CallsRead(text, answer=text)
     fault = "The answer was cut off before its end, so it makes no call." if cut and entries else ""
     if fault:
         written, entries = [], []

@@ -88,7 +88,13 @@ def _lacking(value: object, hint: Any) -> str:
 
 
 def _missing(value: object, protocol: type) -> list[str]:
-    return [name for name in sorted(get_protocol_members(protocol)) if not hasattr(value, name)]
+    return [name for name in _members(protocol) or () if not hasattr(value, name)]
+
+
+@cache
+def _members(kind: Any) -> tuple[str, ...] | None:
+    """Return the names that an object needs for the protocol `kind`, or None if `kind` isn't a protocol."""
+    return tuple(sorted(get_protocol_members(kind))) if is_protocol(kind) else None
 
 
 class _Absent(type):
@@ -166,7 +172,7 @@ def _is_a(value: Any, kind: Any, args: tuple[Any, ...]) -> bool:
     if kind is type:
         wanted, _ = _apart(args[0])
         return isinstance(value, type) and (not isinstance(wanted, type) or issubclass(value, wanted))
-    if is_protocol(kind):
+    if _members(kind) is not None:
         return not _missing(value, kind)
     if kind is tuple and ... not in args and isinstance(value, tuple):
         return len(value) == len(args)

@@ -32,7 +32,7 @@ def check_reward(name: str, value: object, weight: float = 1.0) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadArgument(f"{name} must be a float, not {shown(value)}: write float(...) around it")
     most = REWARD_LIMIT if weight else sys.float_info.max
-    if not (-most <= value <= most and abs(weight * value) <= most):
+    if not (-most <= value <= most and -most <= weight * value <= most):
         known = isinstance(value, float) or abs(value) <= sys.float_info.max
         text = repr(float(value)) if known else "an integer that no float can hold"
         raise BadArgument(
