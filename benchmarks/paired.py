@@ -43,6 +43,57 @@ def rollout_cost() -> Callable[[], object]:
     return work
 
 
+async def rolled(turns: int, n: int, journal: Any = None) -> None:
+    """`n` episodes of `turns` turns, 64 at a time, whose model answers at once."""
+    bench: Any = importlib.import_module("rollout_cost")
+    left, engine, limits = iter(range(n)), bench.Instant(), bench.Limits(turns=None)
+
+    async def worker() -> None:
+        for _ in left:
+            await bench.rollout(bench.Plain(), bench.Endless(turns), 0, engine=engine, limits=limits, journal=journal)
+
+    await asyncio.gather(*(worker() for _ in range(min(n, 64))))
+
+
+def episodes(turns: int, n: int, *, store: bool = False) -> Callable[[], object]:
+    """The episodes of `rolled`, in memory or into a store."""
+    stores: Any = importlib.import_module("tapereel.tapes.store.store")
+
+    def work() -> None:
+        if not store:
+            asyncio.run(rolled(turns, n))
+            return
+        with tempfile.TemporaryDirectory() as folder, stores.Store.create(Path(folder) / "run") as written:
+            asyncio.run(rolled(turns, n, written.writer))
+
+    return work
+
+
+def memory_1() -> Callable[[], object]:
+    """2,560 episodes of one turn in memory."""
+    return episodes(1, 2_560)
+
+
+def memory_5() -> Callable[[], object]:
+    """1,024 episodes of 5 turns in memory."""
+    return episodes(5, 1_024)
+
+
+def memory_50() -> Callable[[], object]:
+    """128 episodes of 50 turns in memory."""
+    return episodes(50, 128)
+
+
+def store_1() -> Callable[[], object]:
+    """1,280 episodes of one turn into a store."""
+    return episodes(1, 1_280, store=True)
+
+
+def store_5() -> Callable[[], object]:
+    """512 episodes of 5 turns into a store."""
+    return episodes(5, 512, store=True)
+
+
 def converter() -> Callable[[], object]:
     """Rows of recorded tapes of 1, 5, 50 and 500 turns, about 8,000 turns of each length."""
     bench: Any = importlib.import_module("rollout_cost")
@@ -123,7 +174,8 @@ def gateway() -> Callable[[], object]:
     return work
 
 
-WORKLOADS = (rollout_cost, converter, stream, rl_update, store_commit, embedded_engine, gateway)
+TURNS = (memory_1, memory_5, memory_50, store_1, store_5)
+WORKLOADS = (rollout_cost, *TURNS, converter, stream, rl_update, store_commit, embedded_engine, gateway)
 
 
 def measure(name: str, checkout: Path) -> None:
