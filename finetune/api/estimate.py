@@ -13,6 +13,8 @@ from ..run.train_config import TrainConfig
 
 WIDE, NARROW = 4, 2
 """Bytes per number in float32 and bfloat16. Trained weights, their gradients and optimiser states are float32."""
+NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes per number in 4 bits: a scale of 8 bits for 64 numbers, and one of 32 bits for 256 scales."""
 SAVED = {
     (False, False, WIDE): (24, 16, 16, 16),
     (False, True, WIDE): (26, 10, 10, 8),
@@ -41,6 +43,10 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     still = 0 if config.trainer.freeze == "nothing" else shape.tower
     trained = shape.parameters - still if lora is None else shape.layers * lora.rank * rows
     model = shape.parameters * own + (0 if lora is None else trained * WIDE)
+    quantised = lora is not None and lora.quantise is not None
+    if quantised:
+        linear = shape.layers * (2 * shape.width * (shape.queries + shape.keys) + 3 * shape.width * shape.feed)
+        model -= round(min(linear, shape.body - shape.tower) * (own - NF4))
     # With `offload`, a device holds the two moments of one weight at a time.
     offload = config.trainer.offload and config.trainer.device != "cpu"
     moments = 2 * trained * WIDE
@@ -97,6 +103,8 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     # After the update, a copy of the weights is published. Tied weights occur twice in it. The check of the delivery
     # needs 5 times 144 rows of logits.
     copied = model + 2 * output * own - (shape.parameters - shape.body) * own + 5 * 144 * shape.vocabulary * WIDE
+    if quantised:  # a weight is only whole while a layer computes with it
+        update["weights out of 4 bits"] = shape.width * max(shape.feed, shape.queries) * own
     memory = fixed | max(update, {"copy of the weights to publish": copied}, key=lambda items: sum(items.values()))
     episode = loop.longest_episode(capacity) or capacity
     batch = loop.rollouts * loop.groups * loop.episodes_per_group * episode

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...agents.engines.embedded.pretrained import Pretrained, load_pretrained, weights_digest
+from ...agents.engines.embedded.pretrained import Pretrained, load_pretrained, load_weights, weights_digest
 from ...agents.setup.recorded_setup import recorded_rendering
 from ...agents.vision.vision import BadPlace, VideoTokens
 from ...tapes import Tape
@@ -101,8 +101,9 @@ def _checkpoint(one: Checkpoint, video: VideoTokens) -> Policy:
         weights = one.weights()
         narrow = any(tensor.dtype == torch.bfloat16 for tensor in weights.values())
         dtype = "bfloat16" if narrow else "float32"
-        found = load_pretrained(one.path / "hf", device="auto", dtype=dtype, video=video)
-        found.model.load_state_dict(weights)
+        quantised = any(".quant_state." in name for name in weights)
+        found = load_pretrained(one.path / "hf", device="auto", dtype=dtype, video=video, quantise=quantised)
+        load_weights(found.model, weights)
         return found
 
     return Policy(str(one.path), str(one.state["digest"]), load)

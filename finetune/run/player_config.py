@@ -166,6 +166,13 @@ def check_engine(
             f"{name}.publish=lora sends the adapters of {trains}.lora to servers: set both (for example "
             f"{name}.publish=lora and {trains}.lora.rank=16) or neither"
         )
+    lora = trainer.lora
+    started = engine.options if isinstance(engine, ServerConfig) and not engine.urls else None
+    if started is not None and lora is not None and lora.quantise and started.get("quantization") != "bitsandbytes":
+        raise ValueError(
+            f"{trains}.lora.quantise={lora.quantise} trains adapters on weights of 4 bits, and the vLLM that the run "
+            f"starts would sample with all bits: set {name}.options={{quantization: bitsandbytes}}"
+        )
     if publish == "lora" and loop.publish != "drain":
         raise ValueError(
             f"loop.publish={loop.publish} can't be done with adapters: a completion keeps the adapters that it began "

@@ -149,6 +149,7 @@ def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int, ranks:
         attention=trainer.attention,
         video=engine.renderer.video,
         empty=ranks.sharded and trainer.lora is None,
+        **({"device": trainer.device, "quantise": True} if trainer.lora and trainer.lora.quantise else {}),
     )
     renderer = engine.renderer.make(found.tokenizer, found.vision, found.ends)
     # Adapters are drawn on the CPU, because a run must begin with the same adapters on every machine, and random

@@ -159,7 +159,12 @@ class TrainConfig(Setup, TrackedConfig):
     def _agree(self) -> TrainConfig:
         check_engine(self.engine, self.trainer, self.loop, warm=self.warm)
         check_players_of(self.players, self.loop, warm=self.warm is not None)
-        loop, evaluation = self.loop, self.evaluation
+        loop, evaluation, lora = self.loop, self.evaluation, self.trainer.lora
+        if self.processes.shard and lora is not None and lora.quantise is not None:
+            raise ValueError(
+                f"trainer.lora.quantise={lora.quantise} makes weights of 4 bits, which can't be sharded as "
+                "processes.shard=true asks: remove processes.shard, so that each process holds all of them"
+            )
         if loop.stop_at is not None and not (evaluation.every and (evaluation.tasks or evaluation.fraction)):
             raise ValueError(
                 f"loop.stop_at={loop.stop_at:g} is a reward on held-out tasks, and this run measures none while it "

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from ...agents.engines.embedded.pretrained import quiet_transformers, weights_digest
+from ...agents.engines.embedded.pretrained import load_weights, quiet_transformers, weights_digest
 from ...agents.vision.vision import PictureTokens
 from ...tapes.common.text import logger
 from ...tapes.errors import TapereelError
@@ -181,7 +181,7 @@ class ModelWeights:
 
     def read(self, checkpoint: Checkpoint) -> None:
         """Replace the weights with those in the checkpoint."""
-        self.model.load_state_dict(checkpoint.weights())
+        load_weights(self.model, checkpoint.weights())
 
     def damage(self, checkpoint: Checkpoint) -> list[str]:
         """Return a sentence for each damaged piece of a tensor in the checkpoint (`Checkpoint.damage`)."""

@@ -56,6 +56,11 @@ def lora() -> None:
     assert list(folder.glob("checkpoints/*/hf/adapter_config.json"))
 
 
+def qlora() -> None:
+    folder = trained("trainer.lora.rank=2", "trainer.lora.quantise=nf4")
+    assert list(folder.glob("checkpoints/*/hf/adapter_config.json"))
+
+
 def demo() -> None:
     from tapereel.envs.adapters.reasoning import reasoning_tasks
 
@@ -267,6 +272,7 @@ def site() -> None:
 SMOKES: dict[str, Callable[[], object]] = {
     "train": trained,
     "lora": lora,
+    "qlora": qlora,
     "demo": demo,
     "track": tracked("tensorboard"),
     "wandb": tracked("wandb"),

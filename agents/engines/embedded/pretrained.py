@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ ADAPTERS = "adapter_config.json"
 ModelT = TypeVar("ModelT", bound="torch.nn.Module")
 
 
+# bitsandbytes, which peft imports if it is installed, asks users of some CPUs for a kernel that isn't used here.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 LOADING: dict[str, bool] = {"local_files_only": True, "trust_remote_code": False}
 """Arguments for transformers' `from_pretrained`. If `trust_remote_code` were missing, transformers would ask on the
 terminal whether it may run the code that a model folder names."""
@@ -66,25 +69,37 @@ def load_pretrained(
     attention: Attention | None = None,
     video: VideoTokens = "frames",
     empty: bool = False,
+    quantise: bool = False,
 ) -> Pretrained:
     """Load the model and tokenizer in `folder` to `device`, with weights in `dtype`.
 
     `folder` may also be a name on the hub. See `device_of` for the names of devices. Adapters stay in float32. If
     `attention` is None, transformers selects the implementation. With `empty`, the parameters of a text model take no
-    memory until `fill` reads them, if the folder allows it (see `_empty`): they are on the meta device.
+    memory until `fill` reads them, if the folder allows it (see `_empty`): they are on the meta device. With
+    `quantise`, the language model's linear layers get weights of 4 bits (see `_in_4_bits`), made on the device.
 
     Raises UsageError if the folder or device is missing, if the folder has no usable model, or if the model reads more
     than text and its family is unknown or fails `prove_vision`. Raises Corrupt like `check_folder`, and MissingExtra if
-    native video is used without torchvision."""
+    native video is used without torchvision, or `quantise` without bitsandbytes."""
     from ...vision.families import family_of, prove_vision
 
+    if quantise:
+        try:
+            import bitsandbytes  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise MissingExtra(error.name or "bitsandbytes", "qlora", "trainer.lora.quantise") from error
     folder = model_folder(folder)
     check_folder(folder)
     tokenizer = load_tokenizer(folder)
     where = device_of(device)
     base = _base_of(Path(folder))
     model, weights = _loaded(
-        Path(folder if base is None else base), dtype, attention, video, empty=empty and base is None
+        Path(folder if base is None else base),
+        dtype,
+        attention,
+        video,
+        empty=empty and base is None,
+        quantised=where if quantise else None,
     )
     family = family_of(model.config, folder)
     vision = None if family is None else family(model.config, tokenizer, folder, video)
@@ -102,9 +117,16 @@ def load_pretrained(
 
 
 def _loaded(
-    folder: Path, dtype: Dtype, attention: Attention | None, video: VideoTokens, *, empty: bool
+    folder: Path,
+    dtype: Dtype,
+    attention: Attention | None,
+    video: VideoTokens,
+    *,
+    empty: bool,
+    quantised: torch.device | None,
 ) -> tuple[Any, Mapping[str, Tensor] | None]:
-    """Return the model in `folder`, and the weights that it lacks or None."""
+    """Return the model in `folder`, and the weights that it lacks or None. If it is to be quantised, that is done on
+    the device `quantised`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -125,14 +147,20 @@ def _loaded(
                 dtype=getattr(torch, dtype),
                 attn_implementation=attention,
                 output_loading_info=True,
+                **({} if quantised is None else _in_4_bits(auto, config, folder, dtype, quantised)),
             )
-        except (UnsupportedVision, MissingExtra):
+        except (UnsupportedVision, MissingExtra, UsageError):
             raise
         except Exception as error:  # transformers raises many types for a broken folder
             raise UsageError(
                 f"the model in {folder} can't be loaded: {type(error).__name__}: {_line(error)}"
             ) from error
     model, report = loaded
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # On some CPUs, bitsandbytes rounds inputs to bfloat16 if no gradient is needed. The sampler would then
+            # differ from the trainer.
+            module.support_avx512bf16_for_cpu = False
     missing = sorted(report["missing_keys"])
     if missing:
         raise UsageError(
@@ -140,6 +168,60 @@ def _loaded(
             "be random; save it with model.save_pretrained"
         )
     return model, None
+
+
+def _in_4_bits(auto: Any, config: Any, folder: Path, dtype: Dtype, device: torch.device) -> dict[str, Any]:
+    """Return the arguments by which transformers loads a model with weights of 4 bits (NF4 with doubly quantised
+    scales, as in QLoRA, https://arxiv.org/abs/2305.14314). All linear layers of the language model have them, and
+    neither the output layer nor a vision tower.
+
+    Raises UsageError if most of the language model's weights aren't in linear layers, as in some mixtures of experts.
+    """
+    import torch
+    from accelerate import init_empty_weights
+    from transformers import BitsAndBytesConfig
+
+    with init_empty_weights():
+        made = auto.from_config(config, trust_remote_code=False)
+    inside, linear = set(made.get_decoder().modules()), torch.nn.Linear
+    layers = sum(
+        p.numel() for m in inside if not isinstance(m, torch.nn.Embedding) for p in m.parameters(recurse=False)
+    )
+    if 2 * sum(m.weight.numel() for m in inside if isinstance(m, linear)) < layers:
+        raise UsageError(
+            f"trainer.lora.quantise: most weights of the model in {folder} aren't in linear layers, so they would stay "
+            f"in {dtype}: remove it"
+        )
+    return {
+        "device_map": {"": device},
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=getattr(torch, dtype),
+            llm_int8_skip_modules=[n for n, m in made.named_modules() if isinstance(m, linear) and m not in inside],
+        ),
+    }
+
+
+def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy `weights` into the model in place. Raises UsageError if they have other names, or if a 4-bit weight was made
+    of another weight or in another way than the model's."""
+    import torch
+
+    own = model.state_dict()
+    # A part of a quantised weight's state isn't in a tensor, so it can only be compared.
+    wrong = own.keys() ^ weights.keys() or {
+        name
+        for name, tensor in own.items()
+        if tensor.shape != weights[name].shape
+        or (".quant_state." in name and not torch.equal(tensor.cpu(), weights[name].cpu()))
+    }
+    if wrong:
+        raise UsageError(f"the weights don't fit the model: {min(wrong)} is missing or differs")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(weights[name])
 
 
 def _empty(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -23,6 +23,9 @@ class AdapterConfig(Config):
     """An adapter's output is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ()
     """Names of layers that get an adapter, such as `q_proj`. If empty, all linear layers except the head get one."""
+    quantise: Literal["nf4"] | None = None
+    """`nf4` holds the frozen weights of all linear layers except the head in 4 bits (QLoRA, bitsandbytes). They compute
+    in `trainer.dtype`. None keeps them in `trainer.dtype`."""
 
 
 def add_adapters(model: PreTrainedModel, config: AdapterConfig, *, seed: int = 0) -> PeftModel | PeftMixedModel:
