@@ -153,6 +153,12 @@ def verification(folder: Path, tapes: int) -> None:
         f"{statistics.median(b / a for a, b in rounds):.1f} times the SHA-256 of its lines ({hashing:.2f} s); "
         f"load average {os.getloadavg()[0]:.1f}"
     )
+    for jobs in (1, 2):
+        before, own, started = os.times(), time.process_time(), time.perf_counter()
+        assert verify(run, jobs=jobs) == report
+        wall, own, after = time.perf_counter() - started, time.process_time() - own, os.times()
+        others = after.children_user + after.children_system - before.children_user - before.children_system
+        print(f"--jobs {jobs}: {wall:.1f} s, CPU {own:.1f} s in the first process and {others:.1f} s in the others")
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from ..console import Exit, answer
 EXAMPLE = """
 tapereel verify runs/demo
 tapereel verify runs/demo --pin elsewhere/pins.json
+tapereel verify runs/demo --jobs 4
 tapereel verify runs/demo --exact elsewhere/pins.json --json
 """
 
@@ -32,11 +33,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="PIN",
         help="as --pin, but every later line, file or checkpoint counts as broken",
     )
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="processes (default: one for every 64 MB, up to the CPUs and at most 4)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Verify, and print the report."""
-    report = verify(args.run, pins=args.pin, exact=args.exact)
+    report = verify(args.run, pins=args.pin, exact=args.exact, jobs=args.jobs)
     answer(args, report, *_report_lines(report))
     return report.exit_code
 

@@ -11,7 +11,8 @@ the number of durable lines, includes the line at the break. The later line must
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -25,6 +26,7 @@ from .segment import MAX_LINE, ZERO, BadLine, Chain, Line, parse_line, peek, rea
 PINS = "pins.json"
 """Name of a file in the run directory. It has the heads of all segments that were sealed when a store last closed. A
 head is the hash of a segment's last line."""
+_PIN = re.compile(r"(?:([0-9]{6}-[0-9a-f]{6}):)?([0-9a-f]{64})")
 
 
 def read_pin_file(disk: Disk, path: Path) -> dict[str, str]:
@@ -36,6 +38,65 @@ def read_pin_file(disk: Disk, path: Path) -> dict[str, str]:
     if not isinstance(heads, dict) or not all(isinstance(head, str) for head in heads.values()):
         raise UsageError(f"{path} does not hold pins: it is not a JSON object of segment names and hashes")
     return heads
+
+
+class Pins:
+    """The pinned hashes. Verification must find a line with each of these hashes."""
+
+    def __init__(self, pins: Iterable[str], disk: Disk) -> None:
+        """`pins` are the caller's pins."""
+        self.of_segment: set[tuple[str, str]] = set()
+        self.anywhere: set[str] = set()
+        self.outside = 0
+        """Number of pins that did not come from the segments themselves."""
+        self.opens: dict[str, list[tuple[str, str]]] = {}
+        """The pins in the first line of each segment."""
+        self.met: dict[tuple[str, str], int] = {}
+        """The pins that were found. The value is the number of lines up to and including the pinned line."""
+        self.problems: list[str] = []
+        for pin in map(str, pins):
+            self._add(disk, pin)
+
+    def add_file(self, disk: Disk, path: Path) -> None:
+        """Add the heads in a file like `pins.json`. Raises ValueError if the file holds no pins."""
+        heads = read_pin_file(disk, path)
+        self.of_segment |= set(heads.items())
+        self.outside += len(heads)
+
+    def _add(self, disk: Disk, pin: str) -> None:
+        """Add one of the caller's pins, which is `segment:hash`, a hash, or the path of a file with pins."""
+        match = _PIN.fullmatch(pin)
+        if match is not None:
+            self.outside += 1
+            self.of_segment.add((match[1], match[2])) if match[1] else self.anywhere.add(match[2])
+            return
+        try:
+            self.add_file(disk, Path(pin))
+        except OSError:
+            raise UsageError(
+                f"invalid pin {pin!r}: give segment:hash, a hash of 64 hex digits, or the path of a file like {PINS}"
+            ) from None
+
+    def see(self, name: str, n: int, h: str) -> None:
+        """Mark the pins that name a line as met. `h` is the hash of the intact line `n` in segment `name`."""
+        if h in self.anywhere or (name, h) in self.of_segment:
+            self.met[name, h] = n + 1
+        self.anywhere.discard(h)
+        self.of_segment.discard((name, h))
+
+    def hashes(self) -> frozenset[bytes]:
+        """Return the hashes of all pins that were not yet met."""
+        return frozenset(h.encode() for h in self.anywhere.union(h for _, h in self.of_segment))
+
+    def unmet(self) -> list[str]:
+        return [
+            *self.problems,
+            *(
+                f"segment {name} does not hold the line with the hash {head} that was pinned"
+                for name, head in sorted(self.of_segment)
+            ),
+            *(f"no segment holds the line with the hash {head} that was pinned" for head in sorted(self.anywhere)),
+        ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,21 @@ environment or model, and changes nothing.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import multiprocessing
 import os
-import re
-from collections.abc import Iterable, Iterator
+import signal
+from collections.abc import Iterable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple, cast
 
 from pydantic import JsonValue, computed_field
 
-from ..errors import NewerRecord, UsageError
+from ..common.text import guard_terminal
+from ..errors import NewerRecord, TapereelError, UsageError
 from ..place_checks import PlaceChecks, Shown, shown_in
 from ..records import DIGEST_START, IN_TAPE, Parent, fold
 from ..schema import parse_record, reason_of
@@ -27,12 +32,14 @@ from .books import Books, BooksFold, Entry, entry_of
 from .disk import REAL, Disk, NotAFile, changed, damage, file_digest
 from .lease import FOLDER, Holder, read_leads
 from .media import Media
-from .reader import PINS, SegmentReader, read_pin_file, segment_sizes
-from .segment import Line, peek, segment_names
+from .reader import PINS, Pins, SegmentReader, read_pin_file, segment_sizes
+from .segment import MAX_LINE, ZERO, BadLine, Chain, Line, parse_line, peek, segment_names
 from .summary import read_facts
 from .writer import CLOSED, is_live
 
-_PIN = re.compile(r"(?:([0-9]{6}-[0-9a-f]{6}):)?([0-9a-f]{64})")
+
+class VerifierDied(TapereelError, RuntimeError):
+    """Raised if a process that read a part of a run died, so there is no report."""
 
 
 class SegmentReport(Value):
@@ -223,71 +230,134 @@ class _Fold:
         ]
 
 
-class _Pins:
-    """The pinned hashes. Verification must find a line with each of these hashes."""
-
-    def __init__(self, pins: Iterable[str], disk: Disk) -> None:
-        """`pins` are the caller's pins."""
-        self.of_segment: set[tuple[str, str]] = set()
-        self.anywhere: set[str] = set()
-        self.outside = 0
-        """Number of pins that did not come from the segments themselves."""
-        self.opens: dict[str, list[tuple[str, str]]] = {}
-        """The pins in the first line of each segment."""
-        self.met: dict[tuple[str, str], int] = {}
-        """The pins that were found. The value is the number of lines up to and including the pinned line."""
-        self.problems: list[str] = []
-        for pin in map(str, pins):
-            self._add(disk, pin)
-
-    def add_file(self, disk: Disk, path: Path) -> None:
-        """Add the heads in a file like `pins.json`. Raises ValueError if the file holds no pins."""
-        heads = read_pin_file(disk, path)
-        self.of_segment |= set(heads.items())
-        self.outside += len(heads)
-
-    def _add(self, disk: Disk, pin: str) -> None:
-        """Add one of the caller's pins, which is `segment:hash`, a hash, or the path of a file with pins."""
-        match = _PIN.fullmatch(pin)
-        if match is not None:
-            self.outside += 1
-            self.of_segment.add((match[1], match[2])) if match[1] else self.anywhere.add(match[2])
-            return
-        try:
-            self.add_file(disk, Path(pin))
-        except OSError:
-            raise UsageError(
-                f"invalid pin {pin!r}: give segment:hash, a hash of 64 hex digits, or the path of a file like {PINS}"
-            ) from None
-
-    def see(self, name: str, n: int, h: str) -> None:
-        """Mark the pins that name a line as met. `h` is the hash of the intact line `n` in segment `name`."""
-        if h in self.anywhere or (name, h) in self.of_segment:
-            self.met[name, h] = n + 1
-        self.anywhere.discard(h)
-        self.of_segment.discard((name, h))
-
-    def hashes(self) -> frozenset[bytes]:
-        """Return the hashes of all pins that were not yet met."""
-        return frozenset(h.encode() for h in self.anywhere.union(h for _, h in self.of_segment))
-
-    def unmet(self) -> list[str]:
-        return [
-            *self.problems,
-            *(
-                f"segment {name} does not hold the line with the hash {head} that was pinned"
-                for name, head in sorted(self.of_segment)
-            ),
-            *(f"no segment holds the line with the hash {head} that was pinned" for head in sorted(self.anywhere)),
-        ]
+PART = 4 << 20
+"""Size in bytes of the parts of a segment that processes read."""
+PER_JOB = 64 << 20
+"""Number of bytes that justify another process."""
 
 
-def verify(path: str | Path, *, pins: Iterable[str] = (), exact: Iterable[str] = (), disk: Disk = REAL) -> Report:
+class _Part(NamedTuple):
+    """The lines of a segment that begin in a range of bytes, read by a process that knows none of the lines before."""
+
+    offset: int
+    n: int
+    head: bytes
+    """The offset and number of the first line, and the hash that it states for the line before it."""
+    frontier: int
+    """The number of durable lines that the first line states."""
+    end: int
+    chain: Chain
+    """The offset and the state of the chain after the last line."""
+    items: list[_Item]
+    pinned: list[tuple[int, str]]
+    """Number and hash of each line that is pinned."""
+
+    def follows(self, reader: SegmentReader) -> bool:
+        """Whether the part continues the lines that `reader` has read."""
+        chain = reader.chain
+        at = (self.offset, self.n, self.head) == (reader.offset, chain.n, chain.head)
+        return at and chain.sealed is None and chain.frontier <= self.frontier
+
+
+_Range = tuple[str, int, int]
+"""A segment, and the range of bytes in which a part's lines begin."""
+
+
+def _read_part(folder: Path, part: _Range, disk: Disk, pinned: frozenset[bytes]) -> _Part | None:
+    """Return the part's lines up to the first break, or None if there are none."""
+    name, begin, end = part
+    reader = SegmentReader(folder, name, end=end, disk=disk)
+    offset, n, head, frontier = 0, 0, ZERO, 0
+    if begin:
+        for _ in reader:  # the segment's first line, whose hash later lines state
+            break
+        with disk.open(reader.path) as file:
+            file.seek(begin - 1)
+            reader.offset = begin - 1 + len(file.readline(MAX_LINE))
+            first = parse_line(file.readline(MAX_LINE)[:-1])
+        offset, n, head, frontier = reader.offset, first.n, first.p, first.c
+        reader.chain.n, reader.chain.head, reader.chain.frontier = n, head, frontier
+    items, met = list[_Item](), list[tuple[int, str]]()
+    for _, line, _ in reader:
+        items.append(_examine(line))
+        if line.h in pinned:
+            met.append((line.n, line.h.decode()))
+    return _Part(offset, n, head, frontier, reader.offset, reader.chain, items, met) if items else None
+
+
+def _send_parts(folder: Path, parts: list[_Range], disk: Disk, pinned: frozenset[bytes], to: Connection) -> None:
+    """Read parts and send each of them. This runs in a process of its own, which ends when the receiver is gone."""
+    guard_terminal()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives Ctrl-C too
+    with contextlib.suppress(BrokenPipeError):
+        for part in parts:
+            try:
+                found = _read_part(folder, part, disk, pinned)
+            except (OSError, BadLine):
+                found = None  # the parent reads the part itself, and reports the reason
+            to.send(found)
+
+
+class _Parts:
+    """Reads the parts of all segments in several processes, and gives them in order."""
+
+    def __init__(self, folder: Path, sizes: Mapping[str, int], jobs: int, disk: Disk, pinned: frozenset[bytes]) -> None:
+        ranges = [(name, k, min(k + PART, size)) for name, size in sizes.items() for k in range(0, size, PART)]
+        jobs = min(jobs, len(ranges))
+        self._left = collections.deque(ranges if jobs > 1 else ())
+        self._workers = collections.deque[tuple[BaseProcess, Connection]]()
+        spawn = multiprocessing.get_context("spawn")  # a child forked from a process with threads may hang
+        for k in range(jobs if jobs > 1 else 0):
+            receive, send = spawn.Pipe(duplex=False)
+            worker = spawn.Process(target=_send_parts, args=(folder, ranges[k::jobs], disk, pinned, send), daemon=True)
+            worker.start()
+            send.close()
+            self._workers.append((worker, receive))
+
+    def of(self, segment: str) -> Iterator[_Part]:
+        """Yield the parts of the next segment. Raises VerifierDied if a process died."""
+        while self._left and self._left[0][0] == segment:
+            self._left.popleft()
+            worker, receive = self._workers[0]
+            self._workers.rotate(-1)
+            try:
+                part: _Part | None = receive.recv()
+            except EOFError:
+                worker.join()
+                raise VerifierDied(
+                    f"a process that verified segment {segment} died with exit code {worker.exitcode}: "
+                    "verify the run again with --jobs 1"
+                ) from None
+            if part is not None:
+                yield part
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker, receive in self._workers:
+            receive.close()
+            worker.terminate()
+            worker.join()
+
+
+def verify(
+    path: str | Path,
+    *,
+    pins: Iterable[str] = (),
+    exact: Iterable[str] = (),
+    jobs: int | None = 1,
+    disk: Disk = REAL,
+) -> Report:
     """Check a run. A pin is `segment:hash`, a bare hash, or the path of a file like `pins.json`.
 
     The pins in `exact` together mark the end of the run: any line or file that they don't cover counts as broken.
-    Raises UsageError if `path` is not a run, and ValueError if a pin is invalid.
+    `jobs` is the number of processes that read the segments. None means one for every 64 MB, up to the number of CPUs
+    and at most 4. The report is the same with any number.
+
+    Raises UsageError if `path` is not a run or `jobs` is below 1, ValueError if a pin is invalid, and VerifierDied if a
+    process died.
     """
+    if jobs is not None and jobs < 1:
+        raise UsageError(f"jobs is {jobs}; it must be 1 or more")
     path, folder = Path(path), Path(path) / "tapes"
     try:
         entries = disk.names(folder)
@@ -298,7 +368,9 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), exact: Iterable[str] =
     sizes = segment_sizes(folder, disk)  # read after the pins, so that every pinned line is included
     pinned = len(wanted.of_segment) + len(wanted.anywhere)
     found, torn = _Fold(), list[str]()
-    reports = [_segment(folder, name, size, disk, found, wanted, torn) for name, size in sizes.items()]
+    jobs = jobs or max(1, min(os.cpu_count() or 1, 4, sum(sizes.values()) // PER_JOB))
+    with contextlib.closing(_Parts(folder, sizes, jobs, disk, wanted.hashes())) as parts:
+        reports = [_segment(folder, name, size, disk, found, wanted, torn, parts) for name, size in sizes.items()]
     found.broken += wanted.unmet()
     numbers = {int(name[:6]) for name in sizes}
     holes = tuple(f"{number:06d}" for number in sorted(set(range(1, max(numbers, default=0))) - numbers))
@@ -308,7 +380,7 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), exact: Iterable[str] =
     unsettled = _unsettled(path, reports, found, wanted, disk)
     open_files = tuple(_open_files(path, found))
     if exact:
-        after = _after(folder, reports, _Pins(exact, disk), wanted, disk)
+        after = _after(folder, reports, Pins(exact, disk), wanted, disk)
         found.broken += [*after, *(f"after the pin: {text}" for text in open_files)]
     books, unknown = found.books.books(), found.unknown()
     findings = [f"the books: {finding}" for finding in books.findings]
@@ -336,9 +408,9 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), exact: Iterable[str] =
     )
 
 
-def _gather_pins(path: Path, names: list[str], pins: Iterable[str], disk: Disk) -> _Pins:
+def _gather_pins(path: Path, names: list[str], pins: Iterable[str], disk: Disk) -> Pins:
     """Collect the caller's pins, those in the run's `pins.json`, and those in each segment's first line."""
-    wanted = _Pins(pins, disk)
+    wanted = Pins(pins, disk)
     with contextlib.suppress(FileNotFoundError):  # `not_checked` says what a missing file leaves unchecked
         try:
             wanted.add_file(disk, path / PINS)
@@ -356,11 +428,18 @@ def _gather_pins(path: Path, names: list[str], pins: Iterable[str], disk: Disk) 
 
 
 def _segment(
-    folder: Path, name: str, size: int, disk: Disk, found: _Fold, wanted: _Pins, torn: list[str]
+    folder: Path, name: str, size: int, disk: Disk, found: _Fold, wanted: Pins, torn: list[str], parts: _Parts
 ) -> SegmentReport:
     reader, problem, pinned = SegmentReader(folder, name, end=size, disk=disk), None, wanted.hashes()
     try:
-        for _, line, _ in reader:
+        for part in parts.of(name):
+            if part.follows(reader):
+                for item in part.items:
+                    found.add(name, item)
+                for n, h in part.pinned:
+                    wanted.see(name, n, h)
+                reader.chain, reader.offset = part.chain, part.end
+        for _, line, _ in reader:  # the lines that the parts don't have, such as a damaged one
             found.add(name, _examine(line))
             if line.h in pinned:
                 wanted.see(name, line.n, line.h.decode())
@@ -454,7 +533,7 @@ def _check_files(path: Path, found: _Fold) -> int:
     return compared
 
 
-def _unsettled(path: Path, reports: list[SegmentReport], found: _Fold, wanted: _Pins, disk: Disk) -> list[str]:
+def _unsettled(path: Path, reports: list[SegmentReport], found: _Fold, wanted: Pins, disk: Disk) -> list[str]:
     """Return sentences about gaps that may come from a crash, but also from a shortened or deleted file."""
     kept = dict[str, str]()
     # The pins are read after the locks were tested, because a writer may have closed its segment just before the test.
@@ -491,7 +570,7 @@ def _unsettled(path: Path, reports: list[SegmentReport], found: _Fold, wanted: _
     return sentences
 
 
-def _after(folder: Path, reports: list[SegmentReport], last: _Pins, wanted: _Pins, disk: Disk) -> Iterator[str]:
+def _after(folder: Path, reports: list[SegmentReport], last: Pins, wanted: Pins, disk: Disk) -> Iterator[str]:
     """Yield a sentence for each segment with bytes after the end that the pins in `last` mark. A pin covers the lines
     before it, and the pins in covered lines cover further segments."""
     covered: dict[str, int] = {}
@@ -518,7 +597,7 @@ def _open_files(path: Path, found: _Fold) -> Iterator[str]:
         yield f"{', '.join(names)}: the run is open, or was never closed, so no record has their digests"
 
 
-def _not_checked(reports: list[SegmentReport], wanted: _Pins) -> Iterator[str]:
+def _not_checked(reports: list[SegmentReport], wanted: Pins) -> Iterator[str]:
     yield "what agents, environments, models and training did; this reads bytes and runs nothing"
     for report in reports:
         if not report.sealed and report.lines > report.frontier:

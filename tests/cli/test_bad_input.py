@@ -83,7 +83,7 @@ OTHERS: dict[str, list[tuple[str, ...]]] = {
     ],
     "branch": [("RUN", "zzz", "--at", "0")],
     "diff": [("RUN", "NOWHERE"), ("RUN:zzz", "RUN:yyy")],
-    "verify": [("RUN", "--pin", "nonsense")],
+    "verify": [("RUN", "--pin", "nonsense"), ("RUN", "--jobs", "0"), ("RUN", "--jobs", "x")],
     "reproduce": [("TRAINED", "nope")],
     "eval": [("RUN", "--split", "nope"), ("RUN", "--k", "0")],
     "explain --recipe": [
