@@ -126,8 +126,12 @@ class Supervised:
     def close(self) -> None:
         """End the task. Call this only when no call is in progress."""
         task, self._task = self._task, None
-        if task is not None:
+        if self._wake is not None and not self._wake.done():
+            # After a cancellation, the error's traceback would keep the task in memory until a garbage collection.
+            self._wake.set_result(None)
+        elif task is not None:
             task.cancel()
+        self._done = None
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
@@ -181,3 +185,5 @@ class Supervised:
                     if self._task is task:  # not cancelled by `close`, but by other code, perhaps as a call begins
                         self._task = loop.create_task(self._serve()) if self._work is not None else None
                     raise
+            if self._task is not task:
+                return  # closed

@@ -211,6 +211,8 @@ class Episode:
         finally:
             self.acting.close()
             self.call.stop()
+            # The method refers to this episode, and a cycle would keep it in memory until a garbage collection.
+            self.timers.on_limit = lambda _: None
 
     async def _run(self) -> Tape:
         status, cause, cancelled = Status.ERROR, None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -496,3 +497,20 @@ def test_bad_episodes_touch_no_other(caplog):
     tapes = asyncio.run(main())
     assert [t.status for t in tapes] == [Status.ERROR if k % 3 == 0 else Status.FINISHED for k in range(30)]
     assert sum("the plug was pulled" in r.message for r in caplog.records) <= 1
+
+
+def test_an_episode_is_freed_without_a_garbage_collection():
+    async def main() -> int:
+        found = 0
+        for _ in range(2):  # the first episode fills caches
+            gc.collect()
+            await rollout(Player(), GuessNumber(), 7, engine=ScriptedEngine(["5", "7"]))
+            await asyncio.sleep(0.01)  # the tasks of its code end
+            found = gc.collect()
+        return found
+
+    gc.disable()
+    try:
+        assert asyncio.run(main()) == 0
+    finally:
+        gc.enable()
