@@ -3,7 +3,8 @@
 Rank 0 runs the training loop and is the only rank that touches the run directory. Its trainer, a `DistributedTrainer`,
 broadcasts each call to all ranks. Every rank runs the call on its share of the episodes, and the trainer joins the
 results. The other ranks wait for calls in `Processes.follow`, which returns when rank 0 finishes and raises an error if
-rank 0 is lost.
+rank 0 is lost. Rollouts may take longer than the time limit of a collective operation. So between two calls the other
+ranks rest: they poll the group's store until rank 0 wakes them.
 
 A share consists of whole groups, because advantages compare the attempts of a group. Forks of one turn stay together
 for the same reason. Shares have similar numbers of tokens, and may be empty.
@@ -16,7 +17,9 @@ from __future__ import annotations
 
 import copy
 import os
+import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -54,6 +57,11 @@ _Share = tuple[Tensor, Tensor, Sums, float, dict[str, float], Skip | None]
 """One rank's result of a step: the positions of its tokens in the whole stream, their weights, the metrics, the loss,
 the parts of the loss, and the reason for a skip."""
 T = TypeVar("T")
+BEAT, POLL, SILENCE = 1.0, 0.1, 60.0
+"""Seconds between two signs of life by rank 0, between two polls of a rank that rests, and without a sign of life until
+such a rank raises RankLost."""
+BEATS = "tapereel/beats"
+"""Key of the signs of life in the group's store."""
 MakeTrainer = Callable[[str, nn.Module, Ranks], Trainer]
 """Function that takes (phase, model to train, ranks) and returns a new trainer. It must do the same on every rank."""
 
@@ -62,8 +70,8 @@ MakeTrainer = Callable[[str, nn.Module, Ranks], Trainer]
 def launched(*, shard: bool = False, timeout: float = 1800.0) -> Iterator[Ranks]:
     """Yield the ranks that `accelerate launch` or `torchrun` started, or a single rank without a launcher.
 
-    If `shard` is True, each process holds only a part of each weight. If another process doesn't answer for `timeout`
-    seconds, RankLost is raised.
+    If `shard` is True, each process holds only a part of each weight. If a collective operation takes longer than
+    `timeout` seconds, RankLost is raised.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield Ranks()
@@ -107,6 +115,8 @@ class Processes(ModelWeights):
         """Positions of this rank's tokens in the stream of the most recently prepared batch."""
         self._busy = False
         self._lock = threading.Lock()
+        self._resting: str | None = None
+        """The key in the store that wakes the other ranks, if they rest."""
 
     # On rank 0
 
@@ -183,14 +193,14 @@ class Processes(ModelWeights):
         """Run one command on every rank and return this rank's result. Only for rank 0."""
         with self._lock:  # commands may come from several threads
             self._busy = True
-            self.ranks.broadcast((command, arguments))
+            self._tell(command, arguments)
             found = self._run(command, arguments)
             self._busy = False
             return found
 
     def finish(self, result: object) -> None:
-        """Make `follow` return `result` on the other ranks. Only for rank 0."""
-        self.ranks.broadcast(("end", result))
+        """Make `follow` return `result` on the other ranks. Only for rank 0, after `leading`."""
+        self._tell("end", result)
 
     @contextmanager
     def leading(self) -> Iterator[None]:
@@ -199,12 +209,38 @@ class Processes(ModelWeights):
         The error is broadcast to the other ranks, unless a command is running. In that case they wait in a collective
         operation of the command, and would read the message as its data. They raise RankLost when this process ends.
         """
+        done = threading.Event()
+        beats = threading.Thread(target=self._beat, args=(done,), daemon=True)
+        beats.start()
         try:
-            yield
+            try:
+                yield
+            finally:
+                done.set()
+                beats.join()
         except BaseException as error:
             if not self._busy:
-                self.ranks.broadcast(("stop", f"{type(error).__name__}: {error}"))
+                self._tell("stop", f"{type(error).__name__}: {error}")
             raise
+
+    def _tell(self, command: str, arguments: object) -> None:
+        if self._resting:
+            _store().set(self._resting, "")
+            self._resting = None
+        self.ranks.broadcast((command, arguments))
+
+    def _beat(self, done: threading.Event) -> None:
+        """Until `done`, give a sign of life once per BEAT. Between two commands, let the other ranks rest."""
+        while self.ranks.size > 1 and not done.wait(BEAT):
+            with self._lock:
+                try:
+                    _store().add(BEATS, 1)
+                    if not self._resting and not self._busy:
+                        key = secrets.token_hex(8)
+                        self._tell("rest", key)
+                        self._resting = key
+                except (RankLost, distributed.DistError):
+                    return  # the next command fails for the same reason
 
     # On the other ranks
 
@@ -217,7 +253,26 @@ class Processes(ModelWeights):
                 return arguments
             if command == "stop":
                 raise RankLost(f"rank {self.ranks.rank} of {self.ranks.size} stops because rank 0 failed: {arguments}")
-            self._run(command, arguments)
+            if command == "rest":
+                self._rest(arguments)
+            else:
+                self._run(command, arguments)
+
+    def _rest(self, key: str) -> None:
+        """Return when rank 0 sets `key`. Raises RankLost if rank 0 gives no sign of life for SILENCE seconds."""
+        store, beats, heard = _store(), -1, time.monotonic()
+        with self.ranks.waiting("rank 0"):
+            while not store.check([key]):
+                last, beats = beats, store.add(BEATS, 0)
+                if beats != last:
+                    heard = time.monotonic()
+                elif time.monotonic() - heard > SILENCE:
+                    raise RankLost(
+                        f"rank {self.ranks.rank} of {self.ranks.size} had no sign of life from rank 0 for "
+                        f"{SILENCE:.0f} seconds: it ended, hangs, or can't be reached; continue the run with "
+                        "`resume=True`"
+                    )
+                time.sleep(POLL)
 
     # On all ranks
 
@@ -450,6 +505,11 @@ class DistributedTrainer(PolicyTrainer):
             return super().resume(checkpoint)
         self._processes.on_all("resume", checkpoint=checkpoint)
         self.steps = self._member.steps
+
+
+def _store() -> Any:
+    """Return the store that all processes of the group can reach."""
+    return distributed.distributed_c10d._get_default_store()
 
 
 def _converts(model: nn.Module) -> bool:
