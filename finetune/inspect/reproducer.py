@@ -12,6 +12,7 @@ report names the first update that differs, and what differs. The run is only re
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -145,7 +146,9 @@ def reproduce(run: str | Path, checkpoint: str | Path | None = None, *, progress
 
 def _launch(run: Path) -> dict[str, Any]:
     try:
-        return present_config(run).processes.model_dump()
+        found = present_config(run).processes.model_dump()
+        # A process alone computes what it can, and the result names the number of processes that the run had.
+        return found if "WORLD_SIZE" in os.environ else {**found, "sequence_parallel": 1}
     except Unknown:  # the result will say so
         return {}
 

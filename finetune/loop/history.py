@@ -542,6 +542,7 @@ def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
         "device": device.type,
         "chip": chip,
         "ranks": trainer.ranks.size,
+        **({"sequence_parallel": sequence.size} if (sequence := trainer.ranks.sequence) is not None else {}),
         **({"processor": trainer.vision.hash} if trainer.vision is not None else {}),
     }
 

@@ -123,6 +123,9 @@ class ProcessesConfig(Config):
     shard: bool = False
     """If true, each process keeps only a shard of every weight, gradient and optimiser state (FSDP2). If false, each
     process keeps a full copy."""
+    sequence_parallel: int = Field(default=1, ge=1)
+    """Number of processes that compute the same rows together, each a part of their tokens, so that long rows take less
+    memory (Ulysses). It must divide the number of processes, and the model's attention heads and key/value heads."""
     timeout: float = Field(default=1800.0, gt=0)
     """Seconds that a process waits for the others before it ends with an error. All processes but one also wait while a
     batch is sampled, so the limit must be longer than this takes."""

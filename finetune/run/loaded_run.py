@@ -30,6 +30,7 @@ from ..objective.recipe import Recipe
 from ..recipes import get_recipe
 from ..trainer.distributed import Processes
 from ..trainer.ranks import Ranks
+from ..trainer.sequence_parallel import check_model
 from .phases import Phases
 from .players import NO_WARM_START, Team
 from .policy import Policy, check_custom, load_policy
@@ -108,6 +109,11 @@ class LoadedRun:
 
     @classmethod
     def _with_models(cls, config: TrainConfig, recipe: Recipe, ranks: Ranks, scene: Scene | None = None) -> LoadedRun:
+        if ranks.sequence is not None:
+            names = (config.engine.model, config.loop.reference and config.loop.reference.model, config.loop.teacher)
+            for name in names:
+                if isinstance(name, str) and name not in ("base", "warm", "none"):
+                    check_model(name, ranks.sequence.size)
         policy = load_policy(config.engine, config.trainer, config.seed, ranks)
         team = Team(config.players if not ranks.rank else {}, seed=config.seed)
         team.load_compared(config.loop, recipe)

@@ -100,6 +100,7 @@ _OTHER_NAMES = {
     "eval_steps test_freq": "evaluation.every",
     "free_cache_engine vllm_enable_sleep_mode": "loop.sleep",
     "fsdp": "processes.shard",
+    "sp_size ulysses_sequence_parallel_size": "processes.sequence_parallel",
     "generation_batch_size per_device_train_batch_size train_batch_size": "loop.groups",
     "gpu_memory_utilization vllm_gpu_memory_utilization": "engine.slots engine.capacity",
     "gradient_accumulation_steps ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu": "loop.optimiser.micro_tokens",
@@ -164,6 +165,11 @@ class TrainConfig(Setup, TrackedConfig):
             raise ValueError(
                 f"trainer.lora.quantise={lora.quantise} makes weights of 4 bits, which can't be sharded as "
                 "processes.shard=true asks: remove processes.shard, so that each process holds all of them"
+            )
+        if self.processes.sequence_parallel > 1 and self.trainer.attention not in (None, "sdpa"):
+            raise ValueError(
+                f"processes.sequence_parallel={self.processes.sequence_parallel} needs the attention sdpa, and "
+                f"trainer.attention={self.trainer.attention}: remove it"
             )
         if loop.stop_at is not None and not (evaluation.every and (evaluation.tasks or evaluation.fraction)):
             raise ValueError(

@@ -116,7 +116,7 @@ def train(
     if setup is None:
         config, setup = config.checked(resume).resolve(agent=agent, env=env, tasks=tasks)
     torch.set_num_threads(config.threads)
-    with setup, launched(shard=config.processes.shard, timeout=config.processes.timeout) as ranks:
+    with setup, launched(**config.processes.model_dump()) as ranks:
         if not ranks.rank:
             check_free(out)  # before a model is loaded
         folder = Path(out).absolute()

@@ -137,16 +137,16 @@ class Critic(nn.Module):
         """Return the values (n,) of the micro-batch's tokens, in float32 or wider."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.owns_body):
             h = states(self.get_decoder(), micro, self.seer)
-        return self.read(h)
+        return self.read(h, micro)
 
-    def read(self, h: Tensor) -> Tensor:
-        """Return the values (n,) of the hidden states (n, D), in float32 or wider."""
+    def read(self, h: Tensor, micro: Micro) -> Tensor:
+        """Return the values (n,) of the micro-batch's tokens, in float32 or wider. `h` comes from `states`."""
         if self.vision is not None and self.owns_body:
             h = reaching(h, self.vision.tower(self.seer))
         with torch.autocast(h.device.type, enabled=False):
             raw = self.head(h.to(self.head.weight.dtype))[:, 0]
         raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
-        return raw * self.std.to(raw.dtype) + self.mean.to(raw.dtype)
+        return micro.joined(raw) * self.std.to(raw.dtype) + self.mean.to(raw.dtype)
 
     @property
     def fresh(self) -> bool:
@@ -253,7 +253,7 @@ class CriticTrainer:
             if load is None:
                 return self.critic(micro).cpu(), None
             hidden, logits = routed(self.critic.get_decoder(), micro, self.critic.seer)
-            return self.critic.read(hidden).cpu(), load.loss(probabilities(logits).cpu())
+            return self.critic.read(hidden, micro).cpu(), load.loss(probabilities(logits, micro).cpu())
 
         with casting(self.critic, self.options.autocast):
             return self.ranks.run(self.critic.home, forward)
@@ -277,7 +277,7 @@ class CriticTrainer:
             old, target, entered = (torch.cat(pair)[order] for pair in pairs)
         for k in range(self.passes):
             if not self._pass(rows, old, target, entered, sums if k == 0 else Sums()):
-                first = int(self.ranks.rank == 0)
+                first = int(self.ranks.share == 0)
                 sums.put("value/skipped", first, first)
                 break
         return sums
@@ -298,7 +298,7 @@ class CriticTrainer:
             sums.add("value/loss", per_token.detach())
             loss = per_token.sum() / n
             if aux is not None:
-                sums.put("value/aux", float(aux.detach()), 0 if "value/aux" in sums or self.ranks.rank else 1)
+                sums.put("value/aux", float(aux.detach()), 0 if "value/aux" in sums or self.ranks.share else 1)
                 loss = loss + self.balance * aux
             finite = bool(loss.isfinite())
             if self.ranks.halt(not finite):

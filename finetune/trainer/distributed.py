@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 
 from ...agents.engines.embedded.pretrained import emptied, fill, quiet_transformers
 from ...agents.engines.weights.weight_sync import write_tensors
+from ...tapes.errors import UsageError
 from ..data.rows import Row
 from ..data.stream import BadBatch, Episode, Stream
 from ..objective import Sums
@@ -67,13 +68,20 @@ MakeTrainer = Callable[[str, nn.Module, Ranks], Trainer]
 
 
 @contextmanager
-def launched(*, shard: bool = False, timeout: float = 1800.0) -> Iterator[Ranks]:
+def launched(*, shard: bool = False, sequence_parallel: int = 1, timeout: float = 1800.0) -> Iterator[Ranks]:
     """Yield the ranks that `accelerate launch` or `torchrun` started, or a single rank without a launcher.
 
-    If `shard` is True, each process holds only a part of each weight. If a collective operation takes longer than
-    `timeout` seconds, RankLost is raised.
+    If `shard` is True, each process holds only a part of each weight. Each `sequence_parallel` consecutive ranks
+    compute the same rows together. If a collective operation takes longer than `timeout` seconds, RankLost is raised.
+    Raises UsageError if `sequence_parallel` doesn't divide the number of ranks.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    if (size := int(os.environ.get("WORLD_SIZE", "1"))) % sequence_parallel:
+        raise UsageError(
+            f"processes.sequence_parallel={sequence_parallel} doesn't divide the number of processes, which is {size}: "
+            f"start the run with torchrun --nproc-per-node {-(-size // sequence_parallel) * sequence_parallel}, or set "
+            "another degree"
+        )
+    if size < 2:
         yield Ranks()
         return
     ours = not distributed.is_initialized()
@@ -83,7 +91,8 @@ def launched(*, shard: bool = False, timeout: float = 1800.0) -> Iterator[Ranks]
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         distributed.init_process_group(backend, timeout=timedelta(seconds=timeout))
     try:
-        yield ShardedRanks() if shard else DataParallelRanks()
+        kind = ShardedRanks if shard else DataParallelRanks
+        yield kind(sequence_parallel=sequence_parallel, timeout=timedelta(seconds=timeout))
     finally:
         if ours:
             distributed.destroy_process_group()
@@ -342,7 +351,7 @@ class Processes(ModelWeights):
         Return the results of all ranks: the positions of a rank's tokens in the stream of the whole batch, and the
         columns for these tokens.
         """
-        own = share(rows, episodes, self.ranks.size)[self.ranks.rank]
+        own = share(rows, episodes, self.ranks.shares)[self.ranks.share]
         names = {episodes[i].tape for i in own}
         self.mine = torch.tensor(own, dtype=torch.int64)
         self.places = _places(rows, names)
@@ -359,7 +368,7 @@ class Processes(ModelWeights):
 
     def _own_demonstrations(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Return the demonstrations that this rank trains on. They are whole tapes."""
-        tapes = set(list(dict.fromkeys(row.tape for row in rows))[self.ranks.rank :: self.ranks.size])
+        tapes = set(list(dict.fromkeys(row.tape for row in rows))[self.ranks.share :: self.ranks.shares])
         return [row for row in rows if row.tape in tapes]
 
     def _step(self, episodes: Tensor | None, demonstrations: Sequence[Row]) -> tuple[UpdateStats, list[_Share]]:

@@ -24,8 +24,9 @@ vocabulary needs larger chunks: with 152,000 ids, an update with at least 55 row
 BARRED = -1e9
 """Logit of a token that couldn't be sampled. It is finite, because 0 * inf would be NaN in the entropy."""
 
-TokenLoss = Callable[[Tensor, slice], Tensor]
-"""Returns the loss () of the tokens in a slice of the batch, given their log-probs (n,), with gradient."""
+TokenLoss = Callable[[Tensor, slice | Tensor], Tensor]
+"""Returns the loss () of some tokens of the batch, given their log-probs (n,), with gradient. The tokens are a slice
+or have these indices."""
 
 
 class _LogProbs(torch.autograd.Function):

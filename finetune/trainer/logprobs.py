@@ -62,12 +62,14 @@ def read_out(
     loss: head.TokenLoss | None = None,
 ) -> Scores:
     """Return the scores of the micro-batch's tokens, from the hidden states (n, D) that predict them (see `states`).
+    If several ranks forward the micro-batch, each has the hidden states of its own tokens, and gets all scores.
 
     With `loss`, the loss and its gradient are computed together with the log-probs, but only on a CPU and without
     `entropy`. On a GPU, every chunk would have to wait for the loss, which is computed on the CPU.
     """
     _, output = parts(model)
-    temperature = torch.ones_like(micro.temperature) if how.temperature == "one" else micro.temperature
+    own, mine = micro.own, micro.mine
+    temperature = torch.ones_like(own.temperature) if how.temperature == "one" else own.temperature
     if not bool((temperature > 0).all()):
         raise ValueError(
             "a token was sampled at temperature 0 (greedy): it has no distribution to score. Keep greedy "
@@ -80,26 +82,28 @@ def read_out(
         dtype = torch.promote_types(output.weight.dtype, torch.float32) if wide else output.weight.dtype
         weight, bias = output.weight.to(dtype), None if output.bias is None else output.bias.to(dtype)
         # With `temperature = one`, the model's own distribution is scored, including the ids that the sampler excluded.
-        barred = None if how.temperature == "one" else micro.barred
-        inputs = hidden.to(dtype), weight, bias, micro.token, temperature
+        barred = None if how.temperature == "one" else own.barred
+        inputs = hidden.to(dtype), weight, bias, own.token, temperature
         if loss is None or entropy or hidden.device.type != "cpu":
-            return Scores(*head.log_probs(*inputs, entropy=entropy, barred=barred))
-        lp, total = head.loss_in_one_pass(*inputs, loss, barred=barred)
-        return Scores(lp, None, total)
+            lp, h = head.log_probs(*inputs, entropy=entropy, barred=barred)
+            return Scores(micro.joined(lp), None if h is None else micro.joined(h))
+        lp, total = head.loss_in_one_pass(*inputs, lambda lp, at: loss(lp, mine[at]), barred=barred)
+        return Scores(micro.joined(lp), None, micro.add_up(total))
 
 
 def states(body: nn.Module, micro: Micro, model: nn.Module) -> Tensor:
-    """Return the hidden states (n, D) that predict the micro-batch's tokens. `model` computes the features of the
-    pictures."""
-    prefix, rest = inputs(body, micro, model)
+    """Return the hidden states (n, D) that predict the micro-batch's tokens, or this rank's of them if several ranks
+    forward it. `model` computes the features of the pictures."""
+    own = micro.own
+    prefix, rest = inputs(body, own, model)
     if prefix is None:
         # The call has no mask and no cache. If rows are packed, restarting indices show the model where each row ends.
-        hidden = body(**rest, use_cache=False).last_hidden_state
+        hidden = body(**rest, **micro.together, use_cache=False).last_hidden_state
     else:
         cache = body(**prefix, use_cache=True).past_key_values
         cache.batch_repeat_interleave(len(micro.ids))
         hidden = body(**rest, past_key_values=cache, use_cache=True).last_hidden_state
-    return hidden.reshape(-1, hidden.shape[-1]).index_select(0, micro.at.to(hidden.device))
+    return hidden.reshape(-1, hidden.shape[-1]).index_select(0, own.at.to(hidden.device))
 
 
 def inputs(body: nn.Module, micro: Micro, model: nn.Module) -> tuple[_Inputs | None, _Inputs]:
@@ -154,7 +158,7 @@ def score(
     lp = torch.full((n,), torch.nan, dtype=dtype)
     h = torch.full((n,), torch.nan, dtype=dtype) if entropy else None
     with torch.no_grad():
-        share = shares_prefixes(model) and not ranks.sharded
+        share = shares_prefixes(model) and not ranks.joint
         micros = plan(rows, live=live, micro_tokens=micro_tokens, share=share, pack=pack, vision=vision)
         for micro in ranks.rounds(micros):
             part = ranks.run(model, partial(forward, model, micro, how, entropy=entropy))

@@ -14,7 +14,8 @@ as long as with padding for rows of 55 to 65 tokens, and 3.4 times for rows of 1
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from ...agents.vision.vision import Vision
 from ...tapes.places import Place, keys, shared_length
 from ..data.rows import Row
 from ..data.stream import BadBatch
+from .sequence_parallel import SequenceRanks, Together
 
 MICRO_TOKENS = 2048
 """Largest number of tokens (including padding) plus picture patches in a micro-batch. This value was the best in
@@ -86,6 +88,76 @@ class Micro:
     barred: Tensor | None = None
     """(2, m) int64: ids that the sampler excluded. For each k, the id `barred[1, k]` was excluded when the token with
     the index `barred[0, k]` in `token` was sampled. None if no ids were excluded."""
+    sequence: SequenceRanks | None = None
+    """The ranks that forward this micro-batch together, each a part of its columns. None if one process does."""
+
+    @property
+    def own(self) -> Micro:
+        """The part of this micro-batch that this rank forwards. Columns are padded to a multiple of the ranks."""
+        if self.sequence is None:
+            return self
+        size, rank, width = self.sequence.size, self.sequence.rank, self.width
+
+        def cut(columns: Tensor | None, fill: int = 0) -> Tensor | None:
+            return None if columns is None else _padded(columns, width * size, fill).tensor_split(size, -1)[rank]
+
+        mine = self.mine
+        packed, ids = self.packed, cast(Tensor, cut(self.ids))
+        if packed is None and self.positions is None:
+            packed = torch.arange(self.ids.shape[1]).expand_as(self.ids)
+        barred = self.barred
+        if barred is not None:
+            place = torch.full_like(self.token, -1).index_copy_(0, mine, torch.arange(len(mine)))[barred[0]]
+            barred = torch.stack([place, barred[1]])[:, place >= 0]
+        shown = self.pictures
+        return replace(
+            self,
+            ids=ids,
+            at=self.at[mine] // self.ids.shape[1] * width + self.at[mine] % self.ids.shape[1] - rank * width,
+            token=self.token[mine],
+            temperature=self.temperature[mine],
+            index=self.index[mine],
+            there=cast(Tensor, cut(self.there)),
+            packed=cut(packed),
+            positions=cut(self.positions),
+            pictures=shown and replace(shown, where=cast(Tensor, cut(shown.where, -1))),
+            barred=barred,
+            sequence=None,
+        )
+
+    @property
+    def width(self) -> int:
+        """Number of columns that each rank forwards."""
+        return -(-self.ids.shape[1] // (self.sequence.size if self.sequence else 1))
+
+    @property
+    def mine(self) -> Tensor:
+        """(m,) int64 indices in `token` of the tokens that this rank scores."""
+        if self.sequence is None:
+            return torch.arange(len(self.at))
+        return (self.at % self.ids.shape[1] // self.width == self.sequence.rank).nonzero()[:, 0]
+
+    @property
+    def together(self) -> dict[str, Together | Tensor]:
+        """The arguments that tell the attention layers of a model about the other ranks. The mask isn't read, but keeps
+        the model from making one of this rank's columns."""
+        if self.sequence is None:
+            return {}
+        end = self.width * self.sequence.size
+        starts = [0] if self.packed is None else (self.packed[0] == 0).nonzero()[:, 0].tolist()
+        lengths = np.diff([*starts, end]).tolist()
+        return {"together": Together(self.sequence, lengths), "attention_mask": torch.ones(1, 1, 1, 1)}
+
+    def joined(self, values: Tensor) -> Tensor:
+        """Return the values (n,) of all tokens to score, given the values of this rank's."""
+        if self.sequence is None:
+            return values
+        whole = values.new_zeros(len(self.token))
+        return self.sequence.add_up(whole.index_put((self.mine.to(values.device),), values))
+
+    def add_up(self, x: Tensor) -> Tensor:
+        """Return the sum of `x` over the ranks that forward this micro-batch."""
+        return x if self.sequence is None else self.sequence.add_up(x)
 
     @classmethod
     def idle(cls) -> Micro:
@@ -288,3 +360,7 @@ class _Batches:
 
 def _joined(columns: Sequence[NDArray]) -> Tensor:
     return torch.from_numpy(np.concatenate(columns)).long()
+
+
+def _padded(columns: Tensor, width: int, fill: int) -> Tensor:
+    return nn.functional.pad(columns, (0, width - columns.shape[-1]), value=fill)

@@ -11,6 +11,10 @@ Three classes have the same methods. `Ranks` is for a single process. `DataParal
 have a copy of the model. `ShardedRanks` is for processes that each have a part of every weight (FSDP2).
 `distributed.py` explains which rank rolls out and how the ranks get their rows.
 
+With `sequence_parallel`, several ranks forward the same rows together (`sequence_parallel.py`). They have the same
+share of the rows and compute the same numbers. So sums over rows count each share once, and gradients are summed over
+all ranks.
+
 1. accelerate's DDP and torch's DDP are not used. Both divide each rank's gradient by the number of ranks, which is
    right only for means over equal parts. DDP, like FSDP, also hangs if one rank has fewer micro-batches than another.
 """
@@ -20,6 +24,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -31,6 +37,7 @@ from ...agents.engines.embedded.pretrained import fill
 from ...tapes.errors import TapereelError
 from ..objective import Sums
 from .micro_batches import Micro
+from .sequence_parallel import SequenceRanks, register
 
 T = TypeVar("T")
 
@@ -45,14 +52,25 @@ class Ranks:
 
     size = 1
     rank = 0
+    shares = 1
+    share = 0
+    """The rows are split into `shares` shares, and this rank has share number `share`. Ranks that forward the same rows
+    together have the same share."""
     group: distributed.ProcessGroup | None = None
     """The group of these ranks, or None for a single process or the default group."""
+    sequence: SequenceRanks | None = None
+    """The ranks that forward rows together with this rank. None if each rank forwards its own rows."""
     sharded = False
     """Whether weights are sharded. Each forward and backward pass is then collective, so every rank must make the same
     number of passes."""
 
+    @property
+    def joint(self) -> bool:
+        """Whether other ranks take part in a forward pass."""
+        return self.sharded or self.sequence is not None
+
     def add_up(self, x: Tensor) -> Tensor:
-        """Return the sum of `x` over all ranks."""
+        """Return the sum of `x` over all shares of the rows."""
         return x
 
     def any(self, flag: bool) -> bool:
@@ -68,7 +86,7 @@ class Ranks:
         return flag
 
     def rounds(self, micros: Sequence[Micro]) -> Sequence[Micro]:
-        """Return the micro-batches to forward. If passes are collective, idle micro-batches are added until all ranks
+        """Return the micro-batches to forward. If weights are sharded, idle micro-batches are added until all ranks
         have the same number."""
         return micros
 
@@ -98,11 +116,12 @@ class Ranks:
         return _whole(nn.utils.clip_grad_norm_(parameters, bound or float("inf"))).item()
 
     def gather(self, sums: Sums) -> Sums:
-        """Return the merged metrics of all ranks."""
+        """Return the merged metrics of all shares."""
         return sums
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the values from all ranks, in the order of ranks."""
+        """Return one value for each share of the rows, in order. With `sequence_parallel`, it comes from a rank with
+        the same place as this one among those that have the share."""
         return [value]
 
     def broadcast(self, value: object = None) -> object:
@@ -141,7 +160,15 @@ class DataParallelRanks(Ranks):
     """The ranks of an initialised `torch.distributed` group (started by `accelerate launch` or `torchrun`). Each has a
     copy of the model."""
 
-    def __init__(self, group: distributed.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        group: distributed.ProcessGroup | None = None,
+        *,
+        sequence_parallel: int = 1,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Each `sequence_parallel` consecutive ranks forward the same rows together. The number must divide the number
+        of ranks. `timeout` is the time limit of their groups."""
         if not distributed.is_initialized():
             raise RuntimeError(
                 "torch.distributed isn't initialised: start this program with torchrun or accelerate launch, or call "
@@ -150,27 +177,46 @@ class DataParallelRanks(Ranks):
         self.group = group
         self.size = distributed.get_world_size(group)
         self.rank = distributed.get_rank(group)
+        self.shares, self.share, self._across = self.size // sequence_parallel, self.rank // sequence_parallel, group
         if "cpu:" not in distributed.get_backend_config(group):
             raise RuntimeError(
                 f"the process group's backend is {distributed.get_backend_config(group)}, which has no CPU part, and "
                 "counts are added up in main memory: initialise it with backend 'cpu:gloo,cuda:nccl'"
             )
+        if sequence_parallel > 1:
+            register()
+            table = torch.tensor(distributed.get_process_group_ranks(group)).view(self.shares, sequence_parallel)
+            # Every process makes every group, and keeps its own.
+            within, self._across = (
+                cast(distributed.ProcessGroup, distributed.new_subgroups_by_enumeration(ranks, timeout=timeout)[0])
+                for ranks in (table.tolist(), table.T.tolist())
+            )
+            self.sequence = SequenceRanks(within, sequence_parallel, self.rank % sequence_parallel)
 
     def add_up(self, x: Tensor) -> Tensor:
+        return self._sum(x, self._across)
+
+    def _sum(self, x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
         out = x.clone()
         with self.waiting("a sum"):
-            distributed.all_reduce(out, group=self.group)
+            distributed.all_reduce(out, group=group)
         return out
 
     def any(self, flag: bool) -> bool:
-        return bool(self.add_up(torch.tensor(float(flag))) > 0)
+        return bool(self._sum(torch.tensor(float(flag)), self.group) > 0)
+
+    def halt(self, flag: bool) -> bool:
+        return flag if self.sequence is None else bool(self._sum(torch.tensor(float(flag)), self.sequence.group) > 0)
+
+    def rounds(self, micros: Sequence[Micro]) -> Sequence[Micro]:
+        return [replace(micro, sequence=self.sequence) for micro in micros]
 
     def add_up_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         for p in parameters:
             if p.grad is None:  # without a live token, this rank must still join the sum: all_reduce waits for all
                 p.grad = torch.zeros_like(p)
             if not isinstance(p, DTensor):
-                p.grad = self.add_up(p.grad)
+                p.grad = self._sum(p.grad, self.group)
 
     def gather(self, sums: Sums) -> Sums:
         whole = Sums()
@@ -179,9 +225,9 @@ class DataParallelRanks(Ranks):
         return whole
 
     def all_gather(self, value: T) -> list[T]:
-        found: list[Any] = [None] * self.size
+        found: list[Any] = [None] * self.shares
         with self.waiting("the results of the other ranks"):
-            distributed.all_gather_object(found, value, group=self.group)
+            distributed.all_gather_object(found, value, group=self._across)
         return found
 
     def broadcast(self, value: object = None) -> object:
@@ -218,18 +264,24 @@ class ShardedRanks(DataParallelRanks):
 
     sharded = True
 
-    def __init__(self, group: distributed.ProcessGroup | None = None) -> None:
-        super().__init__(group)
+    def __init__(
+        self,
+        group: distributed.ProcessGroup | None = None,
+        *,
+        sequence_parallel: int = 1,
+        timeout: timedelta | None = None,
+    ) -> None:
+        super().__init__(group, sequence_parallel=sequence_parallel, timeout=timeout)
         self._roots: dict[int, _Root] = {}
 
     def halt(self, flag: bool) -> bool:
         return self.any(flag)
 
     def rounds(self, micros: Sequence[Micro]) -> Sequence[Micro]:
-        counts = torch.zeros(self.size, dtype=torch.int64)
-        counts[self.rank] = len(micros)
+        counts = torch.zeros(self.shares, dtype=torch.int64)
+        counts[self.share] = len(micros)
         most = int(self.add_up(counts).max())
-        return [*micros, *(Micro.idle() for _ in range(most - len(micros)))]
+        return super().rounds([*micros, *(Micro.idle() for _ in range(most - len(micros)))])
 
     def copy(self, model: nn.Module) -> None:
         if id(model) not in self._roots:

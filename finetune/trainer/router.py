@@ -41,20 +41,21 @@ class Load:
 
 def routed(body: nn.Module, micro: Micro, model: nn.Module) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the hidden states (n, D) that predict the micro-batch's tokens to score, and each layer's router logits
-    for all tokens except padding. For `model`, see `states`."""
-    _, rest = inputs(body, micro, model)
-    out = body(**rest, use_cache=False, output_router_logits=True)
+    for all tokens except padding. If several ranks forward it, these are this rank's. For `model`, see `states`."""
+    own = micro.own
+    _, rest = inputs(body, own, model)
+    out = body(**rest, **micro.together, use_cache=False, output_router_logits=True)
     hidden, logits = out.last_hidden_state, out.router_logits
-    there = micro.there.reshape(-1).to(hidden.device)
-    at = micro.at.to(hidden.device)
+    there = own.there.reshape(-1).to(hidden.device)
+    at = own.at.to(hidden.device)
     return hidden.reshape(-1, hidden.shape[-1]).index_select(0, at), tuple(layer[there] for layer in logits)
 
 
-def probabilities(logits: Sequence[Tensor]) -> Tensor:
-    """Return the routers' probabilities (E,), summed over all layers and tokens of `logits`."""
-    return torch.stack(
-        [layer.to(torch.promote_types(layer.dtype, torch.float32)).softmax(-1).sum(0) for layer in logits]
-    ).sum(0)
+def probabilities(logits: Sequence[Tensor], micro: Micro) -> Tensor:
+    """Return the routers' probabilities (E,), summed over all layers and tokens of the micro-batch. `logits` are this
+    rank's."""
+    exact = [layer.to(torch.promote_types(layer.dtype, torch.float32)) for layer in logits]
+    return micro.add_up(torch.stack([layer.softmax(-1).sum(0) for layer in exact]).sum(0))
 
 
 @torch.no_grad()
@@ -72,9 +73,11 @@ def load(body: nn.Module, micros: Sequence[Micro], add_up: Callable[[Tensor], Te
     counts = torch.zeros(experts + 1, dtype=torch.float64)
     for micro in micros:
         _, logits = routed(body, micro, model)
+        own = torch.zeros_like(counts)
         for layer in logits:
             chosen = layer.topk(k, dim=-1).indices.flatten().cpu()
-            counts[:-1] += torch.bincount(chosen, minlength=experts)
-            counts[-1] += len(layer)
+            own[:-1] += torch.bincount(chosen, minlength=experts)
+            own[-1] += len(layer)
+        counts += micro.add_up(own)
     counts = add_up(counts)
     return Load(share=counts[:-1] / counts[-1], rows=float(counts[-1]))

@@ -289,7 +289,7 @@ class Trainer(PolicyTrainer):
         """Accumulate the gradient of `part`, micro-batch by micro-batch. If a number in a micro-batch isn't finite,
         stop before its backward pass."""
         done = Accumulated()
-        share = not self.recipe.balance and not self.ranks.sharded and shares_prefixes(self.model)
+        share = not self.recipe.balance and not self.ranks.joint and shares_prefixes(self.model)
         micros = self.ranks.rounds(
             plan(
                 rows,
@@ -422,8 +422,11 @@ class Trainer(PolicyTrainer):
                 hidden = states(body, micro, self.model)
             else:
                 hidden, logits = routed(body, micro, self.model)
-                part, name = load.loss(probabilities(logits).cpu()), "demonstrations/aux" if demonstrations else "aux"
-                sums.put(name, float(part.detach()), 0 if name in sums or self.ranks.rank else 1)
+                part, name = (
+                    load.loss(probabilities(logits, micro).cpu()),
+                    "demonstrations/aux" if demonstrations else "aux",
+                )
+                sums.put(name, float(part.detach()), 0 if name in sums or self.ranks.share else 1)
                 aux = recipe.balance * part
             if self.vision is not None:
                 hidden = reaching(hidden, self.vision.tower(self.model))
@@ -462,7 +465,7 @@ class Trainer(PolicyTrainer):
             extra.add_part("nll", nll)
             loss.backward()
 
-    def _imitation_loss(self, part: objective.Part, micro: Micro, lp: Tensor, at: slice) -> Tensor:
+    def _imitation_loss(self, part: objective.Part, micro: Micro, lp: Tensor, at: slice | Tensor) -> Tensor:
         return self.recipe.imitation * part.loss(lp, None, micro.index[at], Context(), ())
 
     def _after(self, prepared: Prepared, sums: Sums, part: objective.Part) -> None:

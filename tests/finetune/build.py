@@ -166,6 +166,33 @@ def mixture(dtype: torch.dtype = torch.float32) -> Any:
     return model
 
 
+def tiny_qwen3(dtype: torch.dtype = torch.float64, *, experts: bool = False, **config: Any) -> Any:
+    """Two layers, four heads, vocabulary 23; with `experts`, a mixture of four."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 6,
+        "initializer_range": 0.3,
+    }
+    torch.manual_seed(0)
+    if experts:
+        shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+        model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**shape, **config})).to(dtype)
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**{**shape, **config})).to(dtype)
+    if dtype == torch.float64:
+        _exact_norms(model)
+        if experts:
+            model.set_experts_implementation("eager")  # the kernel for all experts at once takes no float64
+    return model
+
+
 def batch(seed: int = 0, model=None) -> tuple[list[Row], list[Episode]]:
     """Two groups of three episodes, 1 to 3 turns each; `old` near the model's own log-probs."""
     rng = np.random.default_rng(seed)
@@ -217,9 +244,9 @@ def same(one: tuple[float, dict[str, Tensor]], other: tuple[float, dict[str, Ten
 
 
 def _exact_norms(module: torch.nn.Module) -> None:
-    """Llama's norm goes through float32; torch's own does not."""
+    """transformers' norms go through float32; torch's own does not."""
     for name, child in module.named_children():
-        if type(child).__name__ == "LlamaRMSNorm":
+        if type(child).__name__ in ("LlamaRMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm"):
             norm = torch.nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon, dtype=torch.float64)
             norm.load_state_dict(child.state_dict())
             setattr(module, name, norm)

@@ -22,7 +22,7 @@ from ....tapes.store.store import check_folder
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
     from ...vision.vision import VideoTokens, Vision
 
@@ -418,10 +418,20 @@ def load_pictures(
     about = Path(_base_of(folder) or folder) / "config.json"
     if not about.is_file() or json.loads(about.read_bytes()).get("model_type") not in FAMILIES:
         return None
+    config = read_config(folder)
+    return FAMILIES[config.model_type](config, tokenizer, folder, video)
+
+
+def read_config(folder: str | Path) -> PreTrainedConfig:
+    """Return the configuration of the model in `folder`, or of the base model of the adapters there. `folder` may also
+    be a name on the hub. Raises UsageError if transformers can't read it."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(str(about.parent), **LOADING)
-    return FAMILIES[config.model_type](config, tokenizer, folder, video)
+    folder = model_folder(folder)
+    try:
+        return AutoConfig.from_pretrained(_base_of(Path(folder)) or str(folder), **LOADING)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the configuration of the model in {folder} can't be read: {_line(error)}") from error
 
 
 def weights_digest(state: Mapping[str, Tensor]) -> str:

@@ -60,7 +60,7 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 @pytest.mark.ledger("F89")
-@pytest.mark.ledger("P5", "F75", "F91")
+@pytest.mark.ledger("P5", "F75", "F90", "F91")
 def test_accelerate_and_torchrun_train_what_one_process_trains(model: str, tmp_path: Path):
     """Same tapes by the same seeds, and weights as near as float32 sums in another order are; to the last digit, in
     float64, they are compared in tests/finetune/trainer/test_ranks.py."""
@@ -76,12 +76,16 @@ def test_accelerate_and_torchrun_train_what_one_process_trains(model: str, tmp_p
             "-m",
             "tapereel.cli",
         ],
-        "parts": [str(binaries / "torchrun"), "--nproc-per-node", "2", "-m", "tapereel.cli"],
+        "parts": (parts := [str(binaries / "torchrun"), "--nproc-per-node", "2", "-m", "tapereel.cli"]),
+        "together": parts,
+    }
+    changes = {
+        "parts": ("processes.shard=true", "trackers=[tensorboard]"),
+        "together": ("processes.sequence_parallel=2", "loop.optimiser.pack=true"),
     }
     for name, command in commands.items():
-        more = ("processes.shard=true", "trackers=[tensorboard]") if name == "parts" else ()
         done = subprocess.run(
-            [*command, *words(model, tmp_path / name, *more)],
+            [*command, *words(model, tmp_path / name, *changes.get(name, ()))],
             capture_output=True,
             text=True,
             env=environment(MASTER_PORT=str(free_port())),
@@ -91,7 +95,7 @@ def test_accelerate_and_torchrun_train_what_one_process_trains(model: str, tmp_p
         assert done.stdout.count('"lineage"') == 1
     with Store.open(tmp_path / "one") as one:
         sampled = sorted((t.begin.seed, t.begin.attempt, t.reward) for t in one.tapes(split="train"))
-    for name, ranks in (("one", 1), ("copies", 2), ("parts", 2)):
+    for name, ranks in (("one", 1), ("copies", 2), ("parts", 2), ("together", 2)):
         with Store.open(tmp_path / name) as store:
             on: Any = store.ledger(_lineage(tmp_path / name)).uses[0].info["on"]
             assert on["ranks"] == ranks
@@ -101,11 +105,11 @@ def test_accelerate_and_torchrun_train_what_one_process_trains(model: str, tmp_p
     base = load_pretrained(model).model.state_dict()
     moved = distance(trained, base)
     assert moved > 0.1
-    for name in ("copies", "parts"):
+    for name in ("copies", "parts", "together"):
         # Adam divides by the size of the gradient, so where that is next to nothing its rounding is what is learnt.
         assert distance(weights(tmp_path / name), trained) < 0.02 * moved
     assert list((tmp_path / "parts" / "trackers" / "tensorboard").glob("events*"))
-    for name in ("copies", "parts"):
+    for name in ("copies", "parts", "together"):
         reproduce = ["reproduce", str(tmp_path / name), "--json"]
         done = subprocess.run(
             [*commands["parts"], *reproduce],

@@ -20,6 +20,9 @@ from tapereel.finetune.trainer.ranks import DataParallelRanks, Ranks
 
 from ..build import episode, mixture, row, tiny_model
 from .seen import pretrained
+from .sequence_ranks import CASES as TOGETHER
+from .sequence_ranks import Case as Together
+from .sequence_ranks import name, outcome
 from .two_ranks import CASES, SEEN, SHARED, Case, SharedCase, led, seen, trained
 
 KINDS = ("group", "sharded")
@@ -94,6 +97,38 @@ def test_a_rank_without_a_picture_steps_with_one_that_has_some(found, kind: str,
         same(dict(one["weights"]), dict(alone["weights"]), case, atol=1e-5)
     assert ranks[0]["skipped"] == [None, None]
     assert ranks[0]["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+
+
+@pytest.mark.ledger("F90")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", [case for case in TOGETHER if case.quick], ids=lambda case: case.name)
+def test_two_ranks_with_half_of_each_row_have_the_gradient_of_one_process(found, kind: str, case: Together):
+    check_together(found["together"], kind, 2, case)
+
+
+def check_together(ranks: list[dict[str, Any]], kind: str, degree: int, case: Together) -> None:
+    """Compare what came of a case on each rank with one process."""
+    mine = [one[name(kind, degree, case)] for one in ranks]
+    if case.poison:
+        own, other = ["loss"] * degree, ["another rank"] * (len(ranks) - degree)
+        assert [one["skipped"] for one in mine] == own + other
+        return
+    alone, bound = outcome(case, Ranks()), 1e-12 if case.dtype == torch.float64 else 1e-5
+    assert max(float(gradient.abs().max()) for gradient in alone["gradient"].values()) > 1e-3
+    for rank, one in enumerate(mine):
+        assert one["gradient"].keys() == alone["gradient"].keys()
+        for key, gradient in alone["gradient"].items():
+            assert (one["gradient"][key] - gradient).abs().max() < bound, f"rank {rank}, {key}"
+        assert one["norm"] == pytest.approx(alone["norm"], rel=100 * bound)
+        assert one["loss"] == pytest.approx(alone["loss"], rel=100 * bound)
+        if case.dtype == torch.float64:
+            same(one["weights"], alone["weights"], "weights")
+            same(one["state"], alone["state"], "state")
+    for step, whole in zip(mine[0]["steps"], alone["steps"], strict=True):
+        assert step["norm"] == pytest.approx(whole["norm"], rel=100 * bound)
+        if case.dtype == torch.float64:
+            same(_counted(step["sums"]), _counted(whole["sums"]), "sums")
+            same(_counted(step["counts"]), _counted(whole["counts"]), "counts")
 
 
 def _counted(sums: dict[str, float]) -> dict[str, float]:

@@ -36,6 +36,8 @@ from tapereel.tapes.records import Status
 
 from ..build import batch, mixture, tiny_model
 from .seen import png, pretrained, sampled, shown
+from .sequence_ranks import CASES as TOGETHER
+from .sequence_ranks import outcomes
 
 
 class Case(NamedTuple):
@@ -330,7 +332,8 @@ def _locked(lock: threading.Lock, file: Callable[[str], bytes], name: str) -> by
 
 def main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    pretrained("qwen2_vl")  # made before: in a group, rank 0 alone saves a model
+    for family in ("qwen2_vl", "qwen3_vl"):
+        pretrained(family)  # made before: in a group, rank 0 alone saves a model
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
@@ -339,6 +342,7 @@ def main(rank: int, folder: str) -> None:
         found[kind] = {case.name: trained(case, make()) for case in CASES}
         found[f"{kind} shared"] = {case.name: led(case, make()) for case in SHARED}
         found[f"{kind} seen"] = {case: seen(case, make()) for case in SEEN}
+    found["together"] = outcomes((2,), [case for case in TOGETHER if case.quick])
     torch.save(found, f"{folder}/rank{rank}.pt")
     torch.distributed.destroy_process_group()
 
