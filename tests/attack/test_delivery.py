@@ -221,7 +221,7 @@ def test_updates_that_never_arrive_add_up_until_they_are_seen(lr: float, tmp_pat
 
 @pytest.mark.parametrize("place", ["embedded", "bfloat16", "lora", "fleet"])
 def test_clean_updates_raise_no_alarm(place: str, tmp_path: Path) -> None:
-    """ATTACK_TRIES=250 makes the 1,000 updates of docs/reference/security.md."""
+    """ATTACK_TRIES=250 makes the 1,000 updates of docs/project/attacks.md."""
     if place == "fleet":
         loop, lines = asyncio.run(clean_fleet(tmp_path))
     else:

@@ -1,6 +1,6 @@
 """A model's server that goes away under `tapereel run`: a real server process behind a real port, killed and restarted.
 
-The tries of docs/reference/security.md: `ATTACK_TRIES=5 python -m pytest -m kill tests/attack/test_engine_away.py`.
+The tries of docs/project/attacks.md: `ATTACK_TRIES=5 python -m pytest -m kill tests/attack/test_engine_away.py`.
 """
 
 from __future__ import annotations

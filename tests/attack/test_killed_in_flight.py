@@ -1,7 +1,7 @@
 """`tapereel train` at max_lag=0, killed while episodes are in flight, and resumed: the unkilled run's model.
 
 `ATTACK_TRIES=30 python -m pytest -m kill -s tests/attack/test_killed_in_flight.py` makes the tries of
-docs/reference/security.md.
+docs/project/attacks.md.
 """
 
 from __future__ import annotations

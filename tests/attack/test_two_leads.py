@@ -1,7 +1,7 @@
 """Two `tapereel train` on one run directory: no update twice, no version with two weights, every token accounted for.
 
 Also with `leads/` gone, and with a lead that is stopped at the very moment of a write.
-`ATTACK_TRIES=20 python -m pytest -m kill tests/attack/test_two_leads.py` makes the tries of docs/reference/security.md.
+`ATTACK_TRIES=20 python -m pytest -m kill tests/attack/test_two_leads.py` makes the tries of docs/project/attacks.md.
 """
 
 from __future__ import annotations
