@@ -5,6 +5,7 @@ Only paths and sizes differ from what a user runs.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import runpy
@@ -13,7 +14,12 @@ from typing import Any
 
 import pytest
 
+import tapereel as tr
+from tapereel.agents.vision.tiny_vision import save_tiny_vision
 from tapereel.cli.command import main
+from tapereel.envs import Rewards
+from tapereel.envs.rewards import rewarded
+from tapereel.tapes import Task
 from tapereel.tapes.status import Status
 from tapereel.tapes.store.store import Store
 
@@ -132,6 +138,60 @@ def test_a_configuration_trains_a_tiny_model_of_its_architecture(
     # Episodes that are in flight when training ends are cancelled, and have no reward.
     ended = [tape for tape in tapes if tape.status is not Status.CANCELLED]
     assert {tape.reward for tape in ended} == {0.0, 1.0}
+
+
+@pytest.fixture(scope="module")
+def geometry3k(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset in the layout and with the columns of hiyouga/geometry3k."""
+    from datasets import Dataset, Features, Image, List, Value
+    from PIL import Image as Pillow
+
+    folder = tmp_path_factory.mktemp("geometry3k")
+    features = Features({"images": List(Image()), "problem": Value("string"), "answer": Value("string")})
+    for split, first in (("train", 0), ("test", 4)):
+        rows = [
+            {
+                "images": [Pillow.new("RGB", (24, 16), (60 * k, 0, 0))],
+                "problem": f"<image>Find x, {k}.",
+                "answer": "2 \\sqrt { 221 }",
+            }
+            for k in range(first, first + 4)
+        ]
+        Dataset.from_list(rows, features=features).to_parquet(str(folder / f"{split}-00000-of-00001.parquet"))
+    return folder
+
+
+def test_the_configuration_with_pictures_trains_a_tiny_model_of_its_architecture(
+    geometry3k: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny_vision(tmp_path / "model", "qwen3_vl")
+    monkeypatch.chdir(ROOT)
+    paths = {"engine.model": str(tmp_path / "model"), "tasks": str(geometry3k), "evaluation.tasks": str(geometry3k)}
+    # The untrained model is never right. An entropy bonus trains on groups whose rewards are all 0.
+    bonus = {"loop.changes.regulariser": '[{"kind": "entropy", "coefficient": 0.05}]', "loop.updates": "1"}
+    sets = [word for key, value in {**SMALL, **paths, **bonus}.items() for word in ("--set", f"{key}={value}")]
+    run = tmp_path / "run"
+    words = ["train", "--config", "examples/qwen3_vl_2b.yaml", "--out", str(run), "--json", *sets]
+    assert main([*words, "--dry-run"]) == 0
+    assert json.loads(capsys.readouterr().out)["task_row"] == "examples/geometry.py:task"
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["updates"] == 1
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    assert any(line.get("grad_norm") for line in lines), "no update moved the weights"
+    with Store.open(run) as store:
+        ended = [tape for tape in store.tapes(closed=True) if tape.status is not Status.CANCELLED]
+    assert {(len(tape[0].pictures), "<image>" in str(tape[0]), tape.reward) for tape in ended} == {(1, False, 0.0)}
+
+
+def test_the_answer_to_a_figure_is_compared_as_mathematics() -> None:
+    scene = runpy.run_path(str(ROOT / "examples" / "geometry.py"))
+    private = {"answer": "2 \\sqrt { 221 }"}
+    answers = {"So \\boxed{2\\sqrt{221}}": 1.0, "So \\boxed{\\sqrt{884}}": 1.0, "So \\boxed{221}": 0.0, "No.": 0.0}
+    for answer, score in answers.items():
+        env = rewarded(scene["Figure"], Rewards([scene["correct"]]))
+        task = Task(public={"prompt": "Find x."}, private=private)
+        tape = asyncio.run(tr.rollout(scene["agent"], env, task, engine=tr.ScriptedEngine([answer])))
+        assert tape.reward == score, answer
 
 
 def test_a_thought_that_was_cut_off_is_no_answer() -> None:

@@ -27,6 +27,7 @@ ELSEWHERE = {
     "gateway_clients.py": "tests/contract/test_clients.py",
     "estimators.py": "tests/examples/test_estimators.py",
     "gymnasium_blackjack.py": "tests/envs/test_example.py",
+    "geometry.py": "tests/examples/test_configurations.py",
     "gsm8k.py": "tests/examples/test_configurations.py",
     "two_agents.py": "tests/finetune/run/test_players_learn.py",
 }
