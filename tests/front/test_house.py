@@ -62,6 +62,16 @@ def test_the_wheel_holds_the_pages_and_the_examples():
     assert ROOT / "README.md" in packed, "pages link to it"
 
 
+def test_the_sdist_holds_every_file_of_the_checkout():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a checkout")
+    rules = [line.split() for line in (ROOT / "MANIFEST.in").read_text(encoding="utf-8").splitlines()]
+    named = {name for rule, *names in filter(None, rules) if rule in ("graft", "include") for name in names}
+    always = {"README.md", "LICENSE", "MANIFEST.in", "pyproject.toml", "__init__.py", "__main__.py", "py.typed"}
+    assert {name.split("/")[0] for name in listed.stdout.split()} - {*FLOORS, *always} == named
+
+
 def test_imports_run_one_way():
     wrong = []
     for name in _modules():
