@@ -161,14 +161,15 @@ def page(ledger: Ledger, proofs: dict[str, list[Proof]]) -> str:
 
 
 INTRODUCTION = """\
-What the library must do, row by row, and the tests that prove it. F are capabilities, X those next to them, T traps
-that others fell into and ours must not, P properties that hold for any batch. A test names its rows with
-`@pytest.mark.ledger("F37", "T02")`; this page is made from these marks by `python tests/ledger/coverage.py`, and a
-test fails when it isn't what they say. Inputs and expected numbers of the closed forms are in `tests/ledger/*.json`.
+The library's promises, one a row, and the tests that prove them. F rows are capabilities, X rows extend them, T rows
+are traps that other libraries fell into, and P rows hold for any batch. A test names its rows with
+`@pytest.mark.ledger("F37", "T02")`, so search a linked file for a row's name. `python tests/ledger/coverage.py` makes
+this page from these marks, and a test fails if the page is out of date. `tests/ledger/*.json` has the inputs and
+expected numbers of the closed forms.
 
-A row is proven by a test that reaches it as a user does: by settings of `tapereel train`, a verb, or the public
-Python functions. A test with a star makes records inside (rows, episodes, a stream) by hand, and proves no row alone;
-a row that only such tests check is *inside*, with the reason (`tests/ledger/reach.py`).\
+The named tests reach the row as a user does: by a setting of `tapereel train`, a verb or the public Python functions.
+The files after "also" make rows, episodes or a stream by hand, and prove no row alone. If a row has only tests of this
+kind, its state is *inside*, and the table gives the reason.\
 """.splitlines()
 
 
@@ -178,15 +179,22 @@ def _cell(row: dict, ledger: Ledger, proofs: dict[str, list[Proof]]) -> str:
         return f"**missing**: {ledger.missing[row['id']]}"
     if how not in ("proven", "inside"):
         return how
-    by_file: dict[str, list[str]] = {}
-    for proof in sorted(proofs[row["id"]], key=lambda proof: proof.by_hand):
-        mark = "*" if proof.by_hand else ""
-        by_file.setdefault(proof.file, []).append(proof.test.removeprefix("test_").replace("_", " ") + mark)
+    named: dict[str, list[str]] = {}
+    also: dict[str, None] = {}
+    for proof in proofs[row["id"]]:
+        if proof.by_hand and how == "proven":
+            also[proof.file] = None
+        else:
+            named.setdefault(proof.file, []).append(proof.test.removeprefix("test_").replace("_", " "))
+    parts = [f"{_link(file)}: {', '.join(tests)}" for file, tests in named.items()]
+    others = ", ".join(_link(file) for file in also if file not in named)
+    parts += [f"also {others}"] if others else []
     reason = f"**inside**: {ledger.inside[row['id']]}. " if how == "inside" else ""
-    return reason + "; ".join(
-        f"[{Path(file).stem.removeprefix('test_')}](../../{file}): {', '.join(tests)}"
-        for file, tests in by_file.items()
-    )
+    return reason + "; ".join(parts)
+
+
+def _link(file: str) -> str:
+    return f"[{Path(file).stem.removeprefix('test_')}](../../{file})"
 
 
 def main() -> int:

@@ -48,9 +48,11 @@ def test_a_row_that_is_only_checked_by_hand_needs_a_reason():
     assert coverage.problems(ledger(inside={"F1": "because"}), {"F1": [by_hand], "F2": [PROOF]}, []) == []
     (stale,) = coverage.problems(ledger(inside={"F1": "because"}), {"F1": [by_hand, PROOF], "F2": [PROOF]}, [])
     assert "row F1 is listed as inside and isn't" in stale
-    text = coverage.page(ledger(inside={"F1": "because"}), {"F1": [by_hand], "F2": [PROOF, by_hand]})
-    assert "| F1 | this | **inside**: because. [a](../../tests/test_a.py): it holds* |" in text
-    assert "| F2 | that | [a](../../tests/test_a.py): it holds, it holds* |" in text
+    other = by_hand._replace(file="tests/x/test_b.py")
+    proofs = {"F1": [by_hand], "F2": [by_hand._replace(test="test_it_adds_up"), other, PROOF]}
+    text = coverage.page(ledger(inside={"F1": "because"}), proofs)
+    assert "| F1 | this | **inside**: because. [a](../../tests/test_a.py): it holds |" in text
+    assert "| F2 | that | [a](../../tests/test_a.py): it holds; also [b](../../tests/x/test_b.py) |" in text
 
 
 def test_by_hand_is_read_through_helpers_and_fixtures(tmp_path: Path):
