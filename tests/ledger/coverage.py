@@ -164,12 +164,11 @@ INTRODUCTION = """\
 The library's promises, one a row, and the tests that prove them. F rows are capabilities, X rows extend them, T rows
 are traps that other libraries fell into, and P rows hold for any batch. A test names its rows with
 `@pytest.mark.ledger("F37", "T02")`, so search a linked file for a row's name. `python tests/ledger/coverage.py` makes
-this page from these marks, and a test fails if the page is out of date. `tests/ledger/*.json` has the inputs and
-expected numbers of the closed forms.
+this page, and a test fails if it is out of date. `tests/ledger/*.json` has the numbers of the closed forms.
 
 The named tests reach the row as a user does: by a setting of `tapereel train`, a verb or the public Python functions.
 The files after "also" make rows, episodes or a stream by hand, and prove no row alone. If a row has only tests of this
-kind, its state is *inside*, and the table gives the reason.\
+kind, its state is *inside*, and the table gives the reason. A row that is *later* has no code yet.\
 """.splitlines()
 
 
