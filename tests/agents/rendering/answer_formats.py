@@ -268,20 +268,27 @@ def begins(stream: AnswerStream, text: str, sizes: list[int], read: CallsRead) -
 
 
 def table() -> str:
-    """The part of the page."""
+    """The part of the page: how many of the five cases are read, and how many answers give a wrong call."""
     judged = json.loads(JUDGED.read_text("utf-8"))
-    cases = [*WRITERS[0].cases(), f"vLLM {judged['vllm']['version']}", f"renderers {judged['renderers']['version']}"]
-    lines = ["| family | " + " | ".join(cases) + " |", "|---|" + "---|" * len(cases)]
+    versions = [f"{judge} {judged[name]['version']}" for judge, name in (("vLLM", "vllm"), ("renderers", "renderers"))]
+    lines = [f"| family | Tapereel | {' | '.join(versions)} |", "|---|---|---|---|"]
     for writer in WRITERS:
-        cells = []
+        ours = {"read": 0, "wrong": int(found(writer, writer.cut(), cut=True)[0] != [])}
         for text, wanted in writer.cases().values():
             got, problem = found(writer, text)
-            cells.append("read" if (got, problem) == (wanted, "") else "wrong" if got else "not read")
-        for judge, none in (("vllm", "not run"), ("renderers", "no parser")):
-            theirs = judged[judge]["counts"].get(writer.title)
-            cells.append(f"{theirs['read']} read, {theirs['wrong']} wrong" if theirs else none)
-        lines.append(f"| {writer.title} | " + " | ".join(cells) + " |")
+            ours["read"] += (got, problem) == (wanted, "")
+            ours["wrong"] += any(call not in wanted for call in got)
+        theirs = [judged[name]["counts"].get(writer.title) for name in ("vllm", "renderers")]
+        cells = [_cell(one) for one in (ours, *theirs)]
+        lines.append(f"| {writer.title} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _cell(counts: dict[str, Any] | None) -> str:
+    """The count of a family's read cases, with the wrong ones in brackets. A dash if the judge didn't read them."""
+    if counts is None:
+        return "–"
+    return f"{counts['read']} ({counts['wrong']})" if counts["wrong"] else str(counts["read"])
 
 
 if __name__ == "__main__":
