@@ -1,6 +1,6 @@
 """Every term of a recipe with its kinds and constants, from the models themselves.
 
-    python -m tests.finetune.objective.terms_table      writes the tables into docs/concepts/objective.md
+    python -m tests.finetune.objective.terms_table      writes the lists into docs/reference/terms.md
 
 A test compares the page with what is found.
 """
@@ -27,9 +27,11 @@ from tapereel.tapes.common.config_yaml import write_yaml
 
 from ...agents.rendering.templates_table import page as between
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "concepts" / "objective.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "terms.md"
 BEGIN = "<!-- made by tests/finetune/objective/terms_table.py -->\n"
 NUMBERS: dict[Any, str] = {int: "whole number", float: "number", bool: "true, false", str: "text", type(None): "null"}
+SHOWN = ("number", "true, false")
+"""Types of which a default is an example."""
 BOUNDS = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}
 
 
@@ -87,7 +89,7 @@ def formulas(cls: type[Term]) -> tuple[str, str]:
 
 
 def type_of(info: FieldInfo) -> str:
-    """What a constant may be, in the words of a YAML file."""
+    """What a constant may be, in the words of a YAML file. Empty if its default shows it."""
     bounds = [
         f"{sign} {getattr(one, name):g}"
         for one in info.metadata
@@ -95,7 +97,10 @@ def type_of(info: FieldInfo) -> str:
         if isinstance(one, kind)
         for name in [kind.__name__.lower()]
     ]
-    return ", ".join([_type(info.annotation), *bounds])
+    named = _type(info.annotation)
+    if info.default is PydanticUndefined:
+        return ", ".join([named, *bounds, "required"])
+    return ", ".join(bounds if named in SHOWN else [named, *bounds])
 
 
 def _type(annotation: Any) -> str:
@@ -116,56 +121,59 @@ def _type(annotation: Any) -> str:
 
 
 def default_of(info: FieldInfo) -> str:
-    """As it would stand in a file; a dash where it must be given."""
+    """As it would be written in a file. Empty if it must be given."""
     if info.default is PydanticUndefined:
-        return "-"
+        return ""
     return "`" + write_yaml({"x": info.default}).strip().removeprefix("x: ") + "`"
 
 
-def constants(cls: type[Term], above: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """(name, type, default, what it is) of each constant but the kind that is its class."""
+def constants(cls: type[Term]) -> Iterator[tuple[str, str, str, str]]:
+    """(name, type, default, description) of each constant but the kind that is its class."""
     told = docstrings(cls)
     for name, info in cls.model_fields.items():
         if name == "kind" and len(get_args(info.annotation)) == 1:
             continue
-        yield f"`{above}{name}`", type_of(info), default_of(info), told.get(name, "")
+        yield f"`{name}`", type_of(info), default_of(info), told.get(name, "")
+
+
+def within(cls: type[Term]) -> Iterator[tuple[str, type[Term]]]:
+    """(name, class) of each constant that has constants of its own."""
+    for name, info in cls.model_fields.items():
         for inner in _leaves(info.annotation):
             if isinstance(inner, type) and issubclass(inner, Term):
-                yield from constants(inner, f"{above}{name}.")
+                yield name, inner
 
 
 def table() -> str:
-    """The part of the page."""
-    parts = []
+    """The part of the page that this module writes. What several terms share, such as `adaptive`, is listed once, at
+    the end."""
+    parts, shared = [], dict[str, type[Term]]()
     for name, (listed, kinds) in terms().items():
         told, equations = formulas(kinds[0])
-        several = len(kinds) > 1
-        lines = [f"### {name}", "", f"{told[0].upper()}{told[1:]}{' A list.' if listed else ''}"]
+        lines = [f"## {name}", "", f"{told[0].upper()}{told[1:]}{' A list.' if listed else ''}"]
         if equations:
             lines += ["", "```text", equations, "```"]
-        lines += [
-            "",
-            f"| {'kind | ' if several else ''}constant | type | default | what it is |",
-            "|---|" + "---|" * (3 + several),
-        ]
+        lines.append("")
         for cls in kinds:
-            rows = list(constants(cls))
-            if several:
-                kind = f"`{cls.model_fields['kind'].default}`"
-                lines.append(f"| {kind} | | | | {inspect.getdoc(cls)} |")
-                lines += [f"| | {' | '.join(map(_cell, row))} |" for row in rows]
-            else:
-                lines += [f"| {' | '.join(map(_cell, row))} |" for row in rows]
+            if several := len(kinds) > 1:
+                lines.append(f"- **{cls.model_fields['kind'].default}**: {inspect.getdoc(cls)}")
+            lines += [f"{'    ' * several}- {_line(*row)}" for row in constants(cls)]
+            shared |= dict(within(cls))
+        parts.append("\n".join(lines) + "\n")
+    for name, cls in shared.items():
+        told = " ".join((inspect.getdoc(cls) or "").split())
+        lines = [f"## {name}", "", told, "", *(f"- {_line(*row)}" for row in constants(cls))]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+def _line(name: str, type_: str, default: str, told: str) -> str:
+    """One constant: `name` = default (type): description."""
+    return f"{name}{f' = {default}' if default else ''}{f' ({type_})' if type_ else ''}: {told}"
 
 
 def page(text: str) -> str:
-    """The page with the tables in their place."""
+    """The page with the lists in their place."""
     return between(text, table(), begin=BEGIN, name=str(PAGE))
 
 

@@ -1,9 +1,8 @@
-"""The page on the objective has every term as the models have it."""
+"""The page on terms has every term as the models have it."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import yaml
@@ -14,8 +13,10 @@ from tapereel.finetune.recipes import get_recipe
 
 from .terms_table import PAGE, constants, docstrings, page, table, terms
 
+OBJECTIVE = PAGE.parents[1] / "concepts" / "objective.md"
 
-def test_the_tables_in_the_docs_are_what_the_models_say() -> None:
+
+def test_the_lists_in_the_docs_are_what_the_models_say() -> None:
     text = PAGE.read_text("utf-8")
     assert page(text) == text, "run python -m tests.finetune.objective.terms_table"
 
@@ -32,7 +33,7 @@ def test_every_term_is_there_and_every_constant_says_what_it_is() -> None:
 
 def test_an_edit_of_the_page_or_a_model_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     text = PAGE.read_text("utf-8")
-    assert page(text.replace("| `4.0` |", "").replace("`5.0`", "`6.0`")) == text
+    assert page(text.replace("- `ddof` = `1`", "").replace("`5.0`", "`6.0`")) == text
     monkeypatch.setattr(PPO.model_fields["low"], "default", 0.3)
     assert page(text) != text
     with pytest.raises(ValueError, match="table"):
@@ -45,14 +46,13 @@ def test_texts_below_fields_are_found_in_base_classes_too() -> None:
     assert docstrings(beside)["coefficient"] == "Coefficient of the term in the loss."
 
 
-def test_the_defaults_in_the_tables_are_values_that_a_recipe_takes() -> None:
-    """Each cell of a default is YAML; read again, it is the default."""
+def test_the_defaults_in_the_lists_are_values_that_a_recipe_takes() -> None:
+    """Each default is YAML; read again, it is the default."""
     heading, checked = "", 0
     for line in table().splitlines():
-        heading = line.removeprefix("### ") if line.startswith("### ") else heading
-        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if len(cells) == 4 and cells[2].startswith("`"):
-            name, value = cells[0].strip("`"), yaml.safe_load(cells[2].strip("`"))
+        heading = line.removeprefix("## ") if line.startswith("## ") else heading
+        if found := re.match(r"- `(\w+)` = `([^`]+)`", line):
+            name, value = found[1], yaml.safe_load(found[2])
             value = float(value) if isinstance(value, str) and re.fullmatch(r"[\d.e+-]+", value) else value
             assert getattr(terms()[heading][1][0](), name) == value
             checked += 1
@@ -60,7 +60,7 @@ def test_the_defaults_in_the_tables_are_values_that_a_recipe_takes() -> None:
 
 
 def test_the_example_in_the_docs_is_a_recipe() -> None:
-    block = re.search(r"```yaml\n(loop:.*?)```", Path(PAGE).read_text("utf-8"), re.DOTALL)
+    block = re.search(r"```yaml\n(loop:.*?)```", OBJECTIVE.read_text("utf-8"), re.DOTALL)
     assert block is not None
     loop = yaml.safe_load(block[1])["loop"]
     made = get_recipe(loop["recipe"], loop["changes"])
