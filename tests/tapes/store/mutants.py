@@ -19,15 +19,18 @@ from .lab import Lab
 
 @dataclass(frozen=True)
 class Mutant:
-    """`edits`: (file, old text, new text); the old text stands in the file exactly once."""
+    """`edits`: (file, old text, new text); the file contains the old text exactly once."""
 
     name: str
+    killed_by: str
+    """Name of the first check in `killers.py` that finds it."""
     edits: tuple[tuple[str, str, str], ...]
 
 
 MUTANTS = (
     Mutant(
         "no sync",
+        "failed_sync",
         (
             (
                 "writer.py",
@@ -40,6 +43,7 @@ MUTANTS = (
     ),
     Mutant(
         "acknowledge before sync",
+        "failed_sync",
         (
             (
                 "writer.py",
@@ -57,9 +61,10 @@ MUTANTS = (
             ),
         ),
     ),
-    Mutant("no directory sync", (("writer.py", "    disk.sync_dir(folder)\n", ""),)),
+    Mutant("no directory sync", "crash", (("writer.py", "    disk.sync_dir(folder)\n", ""),)),
     Mutant(
         "reader that skips bad lines",
+        "crash",
         (
             (
                 "reader.py",
@@ -72,6 +77,7 @@ MUTANTS = (
     ),
     Mutant(
         "retry after a failed sync",
+        "failed_sync",
         (
             (
                 "writer.py",
@@ -89,6 +95,7 @@ MUTANTS = (
     ),
     Mutant(
         "append to a torn tail",
+        "crash",
         (
             (
                 "recovery.py",
@@ -100,6 +107,7 @@ MUTANTS = (
     ),
     Mutant(
         "media after its reference",
+        "crash",
         (
             (
                 "media.py",
@@ -110,6 +118,7 @@ MUTANTS = (
     ),
     Mutant(
         "media not synced",
+        "crash",
         (
             (
                 "disk.py",
@@ -122,10 +131,13 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "truncate without keeping the bytes", (("recovery.py", "        put_file(disk, folder / kept, tail)\n", ""),)
+        "truncate without keeping the bytes",
+        "crash",
+        (("recovery.py", "        put_file(disk, folder / kept, tail)\n", ""),),
     ),
     Mutant(
         "frontier dropped",
+        "flipped_bits",
         (
             (
                 "writer.py",
@@ -136,6 +148,7 @@ MUTANTS = (
     ),
     Mutant(
         "frontier ahead of the disk",
+        "crash",
         (
             (
                 "writer.py",
@@ -146,10 +159,12 @@ MUTANTS = (
     ),
     Mutant(
         "recovery without the lock",
+        "live_writer",
         (("recovery.py", "        if disk.lock(handle):\n", "        if disk.lock(handle) or True:\n"),),
     ),
     Mutant(
         "seal before what it seals",
+        "crash",
         (
             (
                 "writer.py",
@@ -163,6 +178,7 @@ MUTANTS = (
     ),
     Mutant(
         "pin before sync",
+        "crash_in_recovery",
         (
             (
                 "recovery.py",
@@ -171,13 +187,19 @@ MUTANTS = (
             ),
         ),
     ),
-    Mutant("heads not pinned", (("recovery.py", "pins = tips(segments, set(found.live), folder, disk)", "pins = {}"),)),
+    Mutant(
+        "heads not pinned",
+        "removed_segment",
+        (("recovery.py", "pins = tips(segments, set(found.live), folder, disk)", "pins = {}"),),
+    ),
     Mutant(
         "a live writer's head pinned whole",
+        "crash",
         (("recovery.py", "        if segment.name in live and segment.sealed is None:\n", "        if False:\n"),),
     ),
     Mutant(
         "open episodes left open",
+        "crash",
         (
             (
                 "recovery.py",
@@ -188,6 +210,7 @@ MUTANTS = (
     ),
     Mutant(
         "evidence from any line",
+        "stale_tail",
         (("reader.py", "linked = [run for run in runs if run.own or run.first.p in heads]", "linked = runs"),),
     ),
 )
