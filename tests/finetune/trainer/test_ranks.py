@@ -128,7 +128,8 @@ def check_together(ranks: list[dict[str, Any]], kind: str, degree: int, case: To
         assert step["norm"] == pytest.approx(whole["norm"], rel=100 * bound)
         if case.dtype == torch.float64:
             same(_counted(step["sums"]), _counted(whole["sums"]), "sums")
-            same(_counted(step["counts"]), _counted(whole["counts"]), "counts")
+            if len(ranks) == degree:  # otherwise each share counts the numbers of the whole step once
+                same(_counted(step["counts"]), _counted(whole["counts"]), "counts")
 
 
 def _counted(sums: dict[str, float]) -> dict[str, float]:

@@ -30,7 +30,7 @@ def launched(world: int, folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.ledger("F90")
-@pytest.mark.parametrize("world", [2])
+@pytest.mark.parametrize("world", [2, 4])
 def test_ranks_with_parts_of_each_row_have_the_gradient_of_one_process(tmp_path: Path, world: int):
     """Packed and padded rows, experts, pictures, critics, windows; float64 to 1e-12 and float32 to 1e-5."""
     ranks = launched(world, tmp_path)
