@@ -1,6 +1,6 @@
 """How often the intervals of `agents.passk` hold the truth: simulated policies, each task with a chance of its own.
 
-`python benchmarks/interval_coverage.py [--runs 1000]` prints the table of docs/how-to/evaluation.md.
+`python benchmarks/interval_coverage.py [--runs 1000]` prints the numbers that docs/how-to/evaluation.md sums up.
 """
 
 from __future__ import annotations
