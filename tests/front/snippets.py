@@ -35,6 +35,8 @@ def play(blocks: list[Block], folder: Path, output: Path) -> None:
     importlib.import_module("conftest")
     sys.path.pop(0)
     warnings.simplefilter("error")
+    # As in pyproject.toml: peft 0.21 with transformers 5.22 and later.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     sys.exit(run(blocks))
 
 

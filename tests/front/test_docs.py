@@ -29,7 +29,7 @@ DOCUMENTS = [
     *sorted(ROOT.glob("docs/**/*.md")),
 ]
 
-WHOLE = {"hello.md", "your_own_task.md", "reward_does_not_climb.md"}
+WHOLE = {"hello.md", "your_own_task.md", "pretrained_model.md", "reward_does_not_climb.md"}
 """Pages whose commands run too, in order with their Python, as a reader follows them."""
 
 
