@@ -161,14 +161,14 @@ def page(ledger: Ledger, proofs: dict[str, list[Proof]]) -> str:
 
 
 INTRODUCTION = """\
-The library's promises, one a row, and the tests that prove them. F rows are capabilities, X rows extend them, T rows
+The library's promises, one a row, and the test files that prove them. F rows are capabilities, X rows extend them, T rows
 are traps that other libraries fell into, and P rows hold for any batch. A test names its rows with
 `@pytest.mark.ledger("F37", "T02")`, so search a linked file for a row's name. `python tests/ledger/coverage.py` makes
 this page, and a test fails if it is out of date. `tests/ledger/*.json` has the numbers of the closed forms.
 
-The named tests reach the row as a user does: by a setting of `tapereel train`, a verb or the public Python functions.
-The files after "also" make rows, episodes or a stream by hand, and prove no row alone. If a row has only tests of this
-kind, its state is *inside*, and the table gives the reason. A row that is *later* has no code yet.\
+Tests in the first files reach the row as a user does: by a setting of `tapereel train`, a verb or the public Python
+functions. The files after "also" make rows, episodes or a stream by hand, and prove no row alone. If a row has only
+tests of this kind, its state is *inside*, and the table gives the reason. A row that is *later* has no code yet.\
 """.splitlines()
 
 
@@ -178,15 +178,11 @@ def _cell(row: dict, ledger: Ledger, proofs: dict[str, list[Proof]]) -> str:
         return f"**missing**: {ledger.missing[row['id']]}"
     if how not in ("proven", "inside"):
         return how
-    named: dict[str, list[str]] = {}
-    also: dict[str, None] = {}
+    files: dict[bool, dict[str, None]] = {False: {}, True: {}}
     for proof in proofs[row["id"]]:
-        if proof.by_hand and how == "proven":
-            also[proof.file] = None
-        else:
-            named.setdefault(proof.file, []).append(proof.test.removeprefix("test_").replace("_", " "))
-    parts = [f"{_link(file)}: {', '.join(tests)}" for file, tests in named.items()]
-    others = ", ".join(_link(file) for file in also if file not in named)
+        files[proof.by_hand and how == "proven"][proof.file] = None
+    parts = [", ".join(map(_link, files[False]))]
+    others = ", ".join(_link(file) for file in files[True] if file not in files[False])
     parts += [f"also {others}"] if others else []
     reason = f"**inside**: {ledger.inside[row['id']]}. " if how == "inside" else ""
     return reason + "; ".join(parts)
