@@ -161,8 +161,8 @@ def page(ledger: Ledger, proofs: dict[str, list[Proof]]) -> str:
 
 
 INTRODUCTION = """\
-The library's promises, one a row, and the test files that prove them. F rows are capabilities, X rows extend them, T rows
-are traps that other libraries fell into, and P rows hold for any batch. A test names its rows with
+The library's promises, one a row, and the test files that prove them. F rows are capabilities, X rows extend them,
+T rows are traps that other libraries fell into, and P rows hold for any batch. A test names its rows with
 `@pytest.mark.ledger("F37", "T02")`, so search a linked file for a row's name. `python tests/ledger/coverage.py` makes
 this page, and a test fails if it is out of date. `tests/ledger/*.json` has the numbers of the closed forms.
 
