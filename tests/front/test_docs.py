@@ -172,6 +172,21 @@ def test_the_generated_reference_is_current(monkeypatch: pytest.MonkeyPatch):
     assert stale == [], "run python docs/reference/generate.py"
 
 
+@pytest.mark.parametrize(("part", "most"), [("guide", 30_000), ("project", 20_000)])
+def test_a_reader_can_finish_the_pages(part: str, most: int):
+    """The guide is every page of docs/ outside of docs/project that nobody generates."""
+    note = _script("reference/generate.py").NOTE
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/**/*.md"))}
+    words = {
+        _name(path): len(text.split())
+        for path, text in texts.items()
+        if (part == "project") == path.is_relative_to(ROOT / "docs" / "project") and note not in text
+    }
+    longest = sorted(words, key=lambda name: -words[name])[:5]
+    total = sum(words.values())
+    assert 0 < total <= most, f"shorten the longest: {', '.join(f'{n} ({words[n]:,})' for n in longest)}"
+
+
 BUILT = """<head>{}</head><body><a href="https://example.org">out</a> <a href="#here">here</a>
 <img src="data:image/png;base64,AA"> <a href="../other/">a page</a>{}</body>"""
 
