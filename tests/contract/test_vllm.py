@@ -71,7 +71,7 @@ def test_a_teacher_on_vllm_says_what_the_model_says_of_given_tokens(with_engine:
             logits = policy(0)(input_ids=torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
         expected = logits.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
         # One after the other: vLLM's CPU build with --enable-lora dies if the prompt's log-probs are asked of it beside
-        # another request (docs/how-to/engines.md).
+        # another request (docs/how-to/vllm.md).
         said = [await engine.score(ids), await engine.score(ids[:5])]
         torch.testing.assert_close(torch.tensor(said[0], dtype=torch.float64), expected, rtol=0, atol=CLOSE)
         torch.testing.assert_close(torch.tensor(said[1], dtype=torch.float64), expected[:4], rtol=0, atol=CLOSE)
