@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN = ("torch", "transformers", "numpy", "pydantic", "litellm", "openai", "mcp", "pydantic-ai-slim")
-NEED = {"torch": ("torch", "accelerate", "peft")}
+NEED = {"torch": ("torch", "accelerate", "peft", "bitsandbytes")}
 """Package -> what is left out with it. The tests refuse to run where the package is installed all the same."""
 
 

@@ -63,8 +63,7 @@ def as_outcome(value: object, method: str = "step") -> Outcome:
     """Return `value` unchanged. Raises EnvironmentFault if it isn't an Outcome. `method` is the method that returned
     the value, for the error message."""
     if isinstance(value, Outcome):
-        if value.metrics or isinstance(value.reward, dict):
-            value.components()  # raises if a dict became invalid after the constructor checked it
+        value.components()  # raises if a reward became invalid after the constructor checked it
         return value
     wanted = "an Outcome" if method == "step" else "an Outcome or None"
     raise EnvironmentFault(f"{method} must return {wanted}, not {type(value).__name__}")

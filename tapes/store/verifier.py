@@ -326,7 +326,7 @@ class _Parts:
                 worker.join()
                 raise VerifierDied(
                     f"a process that verified segment {segment} died with exit code {worker.exitcode}: "
-                    "verify the run again with --jobs 1"
+                    "verify the run again with `jobs=1`"
                 ) from None
             if part is not None:
                 yield part

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store import verifier
-from tapereel.tapes.store.disk import Disk
 from tapereel.tapes.store.segment import BadLine
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import VerifierDied, verify
+from tapereel.tests.tapes.store.deadly import Deadly
 
 from .crash import RUN
 from .lab import Lab
@@ -126,18 +124,9 @@ def test_processes_read_a_live_run_in_which_a_tape_is_twice(tmp_path: Path, monk
         assert verify(tmp_path / "run", jobs=2) == whole
 
 
-class Deadly(Disk):
-    """A disk on which a process dies, other than this one."""
-
-    def open(self, path: Path) -> BinaryIO:
-        if multiprocessing.parent_process() is not None:
-            os._exit(7)
-        return super().open(path)
-
-
 def test_a_process_that_dies_is_an_error(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifier, "PART", 8_000)
-    with pytest.raises(VerifierDied, match=r"exit code 7.*--jobs 1"):
+    with pytest.raises(VerifierDied, match=r"exit code 7.*jobs=1"):
         verify(run, jobs=2, disk=Deadly())
     assert not multiprocessing.active_children()
     assert not [one for one in threading.enumerate() if "Queue" in one.name]
