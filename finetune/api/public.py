@@ -155,7 +155,12 @@ def _folder(out: str | Path | None, agent: AgentSource) -> Path:
         return Path(out)
     name = agent if isinstance(agent, str) else getattr(agent, "name", None) or getattr(agent, "__name__", "run")
     stem = "".join(c if c.isalnum() else "-" for c in str(name)).strip("-").lower()
-    return Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = first = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    number = 1
+    while path.exists():  # another run began in this second
+        number += 1
+        path = first.with_name(f"{first.name}-{number}")
+    return path
 
 
 def _instance(agent: AgentSource) -> Agent | None:

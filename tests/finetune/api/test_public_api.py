@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import tapereel as tr
+from tapereel.finetune.api import public
 from tapereel.tapes.errors import BadArgument, UsageError
 
 from ...tapes.common.test_config import VALUES
@@ -104,6 +105,13 @@ def test_without_out_a_new_folder_is_named_after_the_agent(tmp_path: Path, monke
     run = tr.run(tr.ChatAgent(), Guess, [5], ["5"])
     assert run.path.parent == Path("runs")
     assert run.path.is_dir()
+
+
+def test_runs_of_one_second_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(public.time, "strftime", lambda form: "20261126-201407")
+    runs = [tr.run(tr.ChatAgent(), Guess, [5], ["5"]) for _ in range(3)]
+    assert [run.path.name for run in runs] == [f"agent-20261126-201407{end}" for end in ("", "-2", "-3")]
 
 
 @pytest.mark.parametrize(
