@@ -23,7 +23,7 @@ from urllib.parse import unquote, urlsplit
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "site"
 HTML = BUILD / "html"
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "docs/**/*.png", "examples/*.*")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "docs/**/*.png", "docs/site.*", "examples/*.*")
 PACKAGE = ("__init__.py", "tapes", "envs", "agents", "finetune")
 LOADED = {("link", "href"), ("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("video", "src")}
 """Tag and attribute of everything that a browser fetches by itself."""
