@@ -14,6 +14,7 @@ T.List = class {
     place.setAttribute("role", role);
     place.setAttribute("tabindex", "0");
     if (label) place.setAttribute("aria-label", label);
+    place.setAttribute("aria-busy", "true"); // until it has a row
     this.canvas = T.h("div", { class: "canvas", role: "presentation" });
     T.fill(place, this.canvas);
     place.addEventListener("scroll", () => this.scrolled(), { passive: true });
@@ -175,6 +176,7 @@ T.List = class {
       }
       next = made;
     }
+    this.place.setAttribute("aria-busy", String(!this.drawn.size));
     return fresh;
   }
 
