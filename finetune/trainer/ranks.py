@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import torch
@@ -264,15 +265,9 @@ class ShardedRanks(DataParallelRanks):
 
     sharded = True
 
-    def __init__(
-        self,
-        group: distributed.ProcessGroup | None = None,
-        *,
-        sequence_parallel: int = 1,
-        timeout: timedelta | None = None,
-    ) -> None:
-        super().__init__(group, sequence_parallel=sequence_parallel, timeout=timeout)
-        self._roots: dict[int, _Root] = {}
+    @cached_property
+    def _roots(self) -> dict[int, _Root]:
+        return {}
 
     def halt(self, flag: bool) -> bool:
         return self.any(flag)
