@@ -1,10 +1,13 @@
 """The writer keeps the journal of one process as a chain of segments. It holds the lock of its newest segment.
 
-`append` builds the line and queues it without touching the disk. One thread does all the writing:
+`append` builds the line and queues it without touching the disk. A thread of the writer does the writing:
 
 * It writes the queued lines, and syncs when a caller waits. One sync serves all waiting callers (group commit).
 * When it becomes idle, it writes a `commit` line that states the frontier, which is the number of durable lines.
 * When a segment is full, it seals the segment and continues in a new one.
+
+A caller that waits alone writes and syncs in its own thread, because handing over to the writer's thread and back takes
+longer than a brief sync.
 
 A line is acknowledged only after the sync that covers it. Each line states a frontier (`c`). The frontier counts only
 lines that were synced before this line was built, so a reader can rely on it. If bytes below the frontier changed, the
@@ -42,6 +45,9 @@ NAMED_EVERY = 256
 """A writer that is never idle writes a `commit` line after this number of lines. The line states the hash of the
 segment's first line. If other lines are damaged, this hash shows `reader` that the lines around the `commit` belong to
 this file."""
+BRIEF = 0.001
+"""A caller syncs in its own thread only if the previous sync took at most this number of seconds, because its event
+loop stands still meanwhile."""
 
 
 def new_segment(disk: Disk, folder: Path) -> tuple[str, int]:
@@ -138,13 +144,19 @@ class SegmentWriter:
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._sleeping = False
+        self._writing = threading.Lock()
+        """Held by the thread that writes."""
+        self._callers = 0
+        """Number of calls of `durable` that haven't begun to wait."""
+        self._sync_seconds = 0.0
+        """Duration of the most recent sync."""
         self.failure: Exception | None = None
         """The error that poisoned this writer, or None while it works."""
         self._closing = False
         self._pending: list[bytes] = []
         self._waiting: list[tuple[int, Done]] = []
         # Numbers of lines in all segments of this writer. Invariant: appended >= written >= durable. Written lines
-        # survive the death of this process, and durable lines also survive a power cut. Only the writing thread
+        # survive the death of this process, and durable lines also survive a power cut. Only the holder of `_writing`
         # increases the last two numbers.
         self._appended = self._written = self._durable = 0
         self._unnamed = 0
@@ -237,6 +249,16 @@ class SegmentWriter:
     async def durable(self) -> None:
         """Wait until every line appended so far would survive a power cut or, with durability `os`, the death of the
         process."""
+        if self._free():
+            with self._lock:
+                self._callers += 1
+            try:
+                await asyncio.sleep(0)  # so that one sync serves all callers that are ready now
+                if self._callers == 1 and self._commit_alone():
+                    return
+            finally:
+                with self._lock:
+                    self._callers -= 1
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
 
@@ -252,6 +274,8 @@ class SegmentWriter:
 
     def sync(self) -> None:
         """Wait like `durable`, but block the thread. This is for code outside an event loop."""
+        if self._commit_alone():
+            return
         future: Future[None] = Future()
         if self.when_durable(lambda error: _resolve(future, error)):
             if self._thread is None:
@@ -273,7 +297,28 @@ class SegmentWriter:
             self._wake.notify()
         return True
 
-    # Writing. Only the writer's thread writes, so lines reach the file in the order in which their hashes chain them.
+    def _free(self) -> bool:
+        """Return whether a caller may write in its own thread: no other caller waits, nobody writes, and a sync is all
+        there is to do, and brief."""
+        slow = self._sync_seconds > BRIEF or self._size >= self._rotate_bytes
+        return not (slow or self._waiting or self._writing.locked() or self.durability is Durability.OS)
+
+    def _commit_alone(self) -> bool:
+        """Write and sync in the caller's thread. Return False if the caller must wait for the writer's thread."""
+        with self._lock:
+            self._check()
+            if not self._free() or not self._writing.acquire(blocking=False):
+                return False
+        try:
+            if self._durable < self._appended:
+                self._commit(sync=True)
+        finally:
+            self._writing.release()
+        self._raise_failure()
+        return True
+
+    # Writing. Only the holder of `_writing` writes, so lines reach the file in the order in which their hashes chain
+    # them.
 
     def _run(self) -> None:
         """Commit while there is work, state the frontier when idle, then sleep until `append` wakes this thread.
@@ -308,13 +353,16 @@ class SegmentWriter:
                         self._wake.wait()
 
     def commit(self, *, sync: bool = True) -> None:
-        """Write the queued lines, sync them if `sync` is true, then acknowledge them. If there is a writer thread, only
-        that thread calls this.
+        """Write the queued lines, sync them if `sync` is true, then acknowledge them.
 
         The store guarantees the order write, sync, acknowledge. The number of lines to acknowledge (`upto`) is read
         together with the batch. The sync doesn't cover lines that are appended while it runs, so these must not count
         as durable.
         """
+        with self._writing:
+            self._commit(sync=sync)
+
+    def _commit(self, *, sync: bool) -> None:
         try:
             if self._size >= self._rotate_bytes:
                 self._rotate()
@@ -323,7 +371,7 @@ class SegmentWriter:
                 upto = self._appended
             self._put(batch)
             if sync:
-                self.disk.sync(self._handle)
+                self._sync()
         except Exception as error:  # any error must reach the waiting callers, who would otherwise block forever
             self._poison(error)
             return
@@ -338,6 +386,11 @@ class SegmentWriter:
             self._waiting = [entry for entry in self._waiting if entry[0] > reached]
         for done in served:
             done(None)
+
+    def _sync(self) -> None:
+        began = time.perf_counter()
+        self.disk.sync(self._handle)
+        self._sync_seconds = time.perf_counter() - began
 
     def _put(self, batch: list[bytes]) -> None:
         if batch:
@@ -452,6 +505,8 @@ class SegmentWriter:
             self._wake.notify()
         if self._thread is not None:
             self._thread.join()
+        with self._writing:
+            pass  # a caller that writes in its own thread has finished
         atexit.unregister(self._at_exit)
         return True
 

@@ -35,7 +35,7 @@ MUTANTS = (
             (
                 "writer.py",
                 """            if sync:
-                self.disk.sync(self._handle)
+                self._sync()
 """,
                 "",
             ),
@@ -49,14 +49,14 @@ MUTANTS = (
                 "writer.py",
                 """            self._put(batch)
             if sync:
-                self.disk.sync(self._handle)
+                self._sync()
 """,
                 """            self._put(batch)
             for _, done in self._waiting:
                 done(None)
             self._waiting = []
             if sync:
-                self.disk.sync(self._handle)
+                self._sync()
 """,
             ),
         ),
@@ -82,13 +82,13 @@ MUTANTS = (
             (
                 "writer.py",
                 """            if sync:
-                self.disk.sync(self._handle)
+                self._sync()
         except""",
                 """            if sync:
                 try:
-                    self.disk.sync(self._handle)
+                    self._sync()
                 except OSError:
-                    self.disk.sync(self._handle)
+                    self._sync()
         except""",
             ),
         ),

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ import pytest
 from tapereel.tapes.errors import Corrupt, StoreFailed
 from tapereel.tapes.journal import Durability
 from tapereel.tapes.records import Status
+from tapereel.tapes.store import writer
 from tapereel.tapes.store.disk import Disk
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
@@ -42,6 +44,8 @@ class FaultyDisk(Disk):
         """Syncs wait for it."""
         self.gate.set()
         self.syncs = 0
+        self.threads: set[threading.Thread] = set()
+        """Those that have synced."""
 
     def write(self, handle: int, data: bytes) -> int:
         if self.write_error is not None:
@@ -51,6 +55,7 @@ class FaultyDisk(Disk):
 
     def sync(self, handle: int) -> None:
         self.syncs += 1
+        self.threads.add(threading.current_thread())
         self.gate.wait()
         if self.sync_error is not None:
             raise self.sync_error
@@ -230,6 +235,53 @@ def test_the_event_loop_runs_on_while_the_disk_stalls_and_one_sync_serves_all(tm
         # One sync may have begun before all had appended; everybody else shares the next.
         assert asyncio.run(many()) <= 2
         assert len(store.summaries(status="finished")) == 50
+
+
+@pytest.mark.parametrize("brief", [60.0, 0.0], ids=["brief syncs", "slow syncs"])
+def test_a_caller_that_waits_alone_syncs_in_its_own_thread_if_syncs_are_brief(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brief: float
+) -> None:
+    monkeypatch.setattr(writer, "BRIEF", brief)
+    disk = FaultyDisk()
+    with Store.create(tmp_path / "run", disk=disk) as store:
+
+        async def episodes() -> None:
+            for k in range(10):
+                write(store, *lab.episode(f"a{k}"))
+                await store.writer.durable()
+
+        disk.threads.clear()
+        asyncio.run(episodes())
+        for k in range(10):
+            write(store, *lab.episode(f"b{k}"))
+            store.writer.sync()
+        # The writer's thread may sync what a caller that is slow to ask leaves for it.
+        assert (threading.current_thread() in disk.threads) == bool(brief)
+    report = verify(tmp_path / "run")
+    assert (report.exit_code, report.episodes) == (0, 20)
+
+
+def test_closing_waits_for_a_caller_that_syncs_in_its_own_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "BRIEF", 60.0)
+    disk = FaultyDisk()
+    store = Store.create(tmp_path / "run", disk=disk)
+    disk.gate.clear()
+    write(store, *lab.episode("a"))
+    caller, closing = threading.Thread(target=store.writer.sync), threading.Thread(target=store.close)
+    disk.threads.clear()
+    caller.start()
+    while not disk.threads:
+        time.sleep(0.001)
+    closing.start()
+    time.sleep(0.05)
+    assert closing.is_alive()
+    disk.gate.set()
+    caller.join()
+    closing.join()
+    report = verify(tmp_path / "run")
+    assert (report.exit_code, report.episodes, report.open) == (0, 1, 0)
 
 
 def test_waiting_can_be_cancelled(tmp_path: Path) -> None:
