@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import random
 import threading
@@ -130,6 +131,20 @@ def test_a_process_that_dies_is_an_error(run: Path, monkeypatch: pytest.MonkeyPa
         verify(run, jobs=2, disk=Deadly())
     assert not multiprocessing.active_children()
     assert not [one for one in threading.enumerate() if "Queue" in one.name]
+
+
+def test_verifying_makes_no_garbage_that_only_a_collection_would_find(run: Path) -> None:
+    assert verify(run).exit_code == 0
+    gc.collect()
+    gc.disable()
+    try:
+        verify(run)
+        assert gc.collect() == 0
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    verify(run)
+    assert gc.isenabled()
 
 
 def test_the_number_of_processes_is_positive(run: Path) -> None:
