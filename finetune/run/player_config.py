@@ -161,10 +161,17 @@ def check_engine(
             f"{trains}.attention={trainer.attention} has no kernels for float32: set {wide[0]}.autocast=bfloat16"
         )
     publish = engine.publish if isinstance(engine, ServerConfig) else None
-    if publish is not None and (publish == "lora") != (trainer.lora is not None):
+    if publish == "lora" and trainer.lora is None:
         raise ValueError(
-            f"{name}.publish=lora sends the adapters of {trains}.lora to servers: set both (for example "
-            f"{name}.publish=lora and {trains}.lora.rank=16) or neither"
+            f"{name}.publish=lora sends adapters, and {trains}.lora is not set: set {trains}.lora.rank=16, or "
+            f"{name}.publish=reload"
+        )
+    if publish not in (None, "lora") and trainer.lora is not None:
+        all_weights = f"{trains}.lora=null" + ("" if trainer.dtype == "float32" else f" and {trains}.dtype=float32")
+        adapters = "" if engine.kind == "sglang" else f"{name}.publish=lora and loop.publish=drain, or "
+        raise ValueError(
+            f"{name}.publish={publish} sends all weights, and {trains}.lora trains adapters alone: set "
+            f"{adapters}{all_weights}"
         )
     lora = trainer.lora
     started = engine.options if isinstance(engine, ServerConfig) and not engine.urls else None

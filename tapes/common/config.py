@@ -154,11 +154,11 @@ class _Layers(dict[Keys, tuple[Any, str]]):
 
     def where(self, keys: Keys) -> str:
         """Return the origin of a key, or the origin of the nearest group above it. If neither is known, return the
-        origins of all settings inside the key's group."""
+        origins of all settings inside the key's group. Without keys, the origin is unknown."""
         for n in range(len(keys), 0, -1):
             if keys[:n] in self:
                 return self[keys[:n]][1]
-        inside = {origin for key, (_, origin) in self.items() if key[: len(keys)] == keys}
+        inside = {origin for key, (_, origin) in self.items() if keys and key[: len(keys)] == keys}
         return ", ".join(sorted(inside)) or "nowhere"
 
 
@@ -279,8 +279,9 @@ def _validate(cls: type[ModelT], layers: _Layers) -> ModelT:
     try:
         return cls.model_validate(data)
     except ValidationError as error:
-        lines = dict.fromkeys(_explain(cls, layers, data, e) for e in error.errors())
-        recorded = [line for line in lines if layers.record is not None and f"{layers.record} line " in line]
+        lines = {_explain(cls, layers, data, e): layers.where(_path(data, e["loc"])) for e in error.errors()}
+        record = None if layers.record is None else f"{layers.record} line "
+        recorded = [line for line, where in lines.items() if record is not None and record in where]
     if recorded:
         more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
         raise OtherVersion(str(layers.record), f"{recorded[0]}{more}")
@@ -297,6 +298,9 @@ def _explain(cls: type[BaseModel], layers: _Layers, data: dict[str, Any], error:
         return f"unknown key {name} ({layers.where(keys)}){_nearest(cls, name, inside)}"
     if error["type"] == "missing":
         return f"{'.'.join((*keys, str(error['loc'][-1])))} is not set, and has no default"
+    if error["type"] == "value_error" and isinstance(error["input"], Mapping):  # the message names the group's settings
+        above = f"{'.'.join(keys)}: " if keys else ""
+        return without_secrets(above + error["msg"].removeprefix("Value error, "))
     where = f" ({layers.where(keys)})" if keys else ""
     return without_secrets(f"{name} = {error['input']!r}{where}: {error['msg'][0].lower()}{error['msg'][1:]}")
 

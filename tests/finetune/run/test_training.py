@@ -348,6 +348,43 @@ def test_adapters_of_a_player_drain_as_those_of_the_loop_do(models: Path):
     assert config(models, players={"seeker": player}, publish="drain").players["seeker"].engine.kind == "vllm"
 
 
+@pytest.mark.parametrize(
+    ("sets", "says", "remedy"),
+    [
+        (["engine.publish=lora"], "engine.publish=lora sends adapters", ["trainer.lora.rank=16", "loop.publish=drain"]),
+        (["engine.publish=lora"], "engine.publish=lora sends adapters", ["engine.publish=reload"]),
+        (
+            ["engine.publish=transfer", "trainer.lora.rank=2", "trainer.dtype=bfloat16"],
+            "engine.publish=transfer sends all weights",
+            ["engine.publish=lora", "loop.publish=drain"],
+        ),
+        (
+            ["trainer.lora.rank=2", "trainer.dtype=bfloat16"],
+            "engine.publish=reload sends all weights",
+            ["trainer.lora=null", "trainer.dtype=float32"],
+        ),
+        (
+            ["engine.kind=sglang", "trainer.lora.rank=2"],
+            "engine.publish=reload sends all weights",
+            ["trainer.lora=null"],
+        ),
+    ],
+)
+def test_adapters_and_a_way_to_send_whole_weights_are_refused_with_what_to_set(
+    sets: list[str], says: str, remedy: list[str]
+):
+    scene = {"agent": "a:a", "env": "a:e", "tasks": "a:t"}
+    engine = {"kind": "vllm", "model": "x", "urls": ["http://127.0.0.1:1"]}
+    given = [*scene.items(), ("engine", engine), *sets]
+    with pytest.raises(ConfigError) as refused:
+        load_config(TrainConfig, None, given)
+    told = str(refused.value)
+    assert told.startswith(says)
+    assert "127.0.0.1" not in told, "the other settings"
+    assert all(one in told for one in remedy if one != "loop.publish=drain" or "sends all" in says)
+    assert load_config(TrainConfig, None, [*given, *remedy])
+
+
 def test_models_that_write_otherwise_are_refused_before_anything_is_written(models: Path, tmp_path: Path):
     tokenizer = char_tokenizer("abcdefgh")
     tiny_model(tokenizer, "micro", context=32).save_pretrained(tmp_path / "other")

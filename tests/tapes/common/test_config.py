@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from tapereel.tapes.common.arguments import NO_LONE
 from tapereel.tapes.common.config import Config, ConfigError, Setting, config_keys, dump_config, load_config
@@ -136,6 +136,27 @@ def test_every_wrong_setting_is_told_at_once():
     assert told.startswith("2 settings are wrong:\n")
     assert "unknown key sed " in told
     assert "train.lr = 'x'" in told
+
+
+class Paired(Config):
+    low: int = 0
+    high: int = 9
+    token: str = "t"
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Paired:
+        if self.low > self.high:
+            raise ValueError(f"low={self.low} is above high={self.high}: raise high")
+        return self
+
+
+class Pairs(Config):
+    one: Paired = Paired()
+
+
+def test_settings_that_contradict_each_other_are_one_sentence_without_the_other_settings():
+    assert _refusal(Paired, None, "low=10") == "low=10 is above high=9: raise high"
+    assert _refusal(Pairs, None, "one.low=10") == "one: low=10 is above high=9: raise high"
 
 
 class Needy(Config):
