@@ -36,6 +36,7 @@ from ..tapes.errors import (
     UsageError,
 )
 from .console import Exit, Verb, broken_command, say
+from .rank_errors import is_news
 from .signals import sigterm_as_interrupt
 
 VERBS: dict[str, tuple[str, str]] = {
@@ -78,8 +79,11 @@ class _Parser(argparse.ArgumentParser):
     """A parser that exits with `Exit.USAGE`. The argparse default of 2 means "can't be verified" here."""
 
     def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(Exit.USAGE, f"{self.prog}: {message}\n")
+        said = f"{self.prog}: {message}\n"
+        if is_news(said):
+            self.print_usage(sys.stderr)
+            self.exit(Exit.USAGE, said)
+        self.exit(Exit.USAGE)
 
 
 def load(name: str) -> ModuleType:
@@ -238,7 +242,8 @@ def _run(name: str, words: list[str]) -> int:
         extra = extra_of(error.name or "")
         if traceback or extra is None:
             raise
-        say(f"{prog}: {MissingExtra(error.name or '', extra, f'`{prog}`')}")
+        if is_news(said := f"{prog}: {MissingExtra(error.name or '', extra, f'`{prog}`')}"):
+            say(said)
         return Exit.BROKEN
     except BrokenPipeError:
         # The reader of our stdout has gone (`| head`). Stdout is pointed at the null device, because otherwise the
@@ -246,17 +251,20 @@ def _run(name: str, words: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.BROKEN
     except KeyboardInterrupt as stop:
-        say(f"{prog}: interrupted" + (f"; continue with\n  {stop}" if str(stop) else ""))
+        if os.environ.get("RANK", "0") == "0":  # a launcher ends the other processes if one fails
+            say(f"{prog}: interrupted" + (f"; continue with\n  {stop}" if str(stop) else ""))
         return 130
     except (TapereelError, OSError) as error:
         if traceback:
             raise
-        say(f"{prog}: {_with_options(_sentence(error), parser)}")
+        said, mistake = f"{prog}: {_with_options(_sentence(error), parser)}", isinstance(error, UsageError | NoSuchTape)
+        if is_news(said, wait=mistake):
+            say(said)
         if isinstance(error, RunStopped):
             return Exit[error.reason.upper()]
         if isinstance(error, NewerRecord | OtherVersion):
             return Exit.UNVERIFIABLE
-        return Exit.USAGE if isinstance(error, UsageError | NoSuchTape) else Exit.BROKEN
+        return Exit.USAGE if mistake else Exit.BROKEN
 
 
 @contextlib.contextmanager

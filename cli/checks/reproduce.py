@@ -6,8 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from ...tapes.errors import UsageError
-from ..console import Exit, Section, answer
+from ..console import Section, answer
 from ..progress_bars import live_progress
 
 if TYPE_CHECKING:
@@ -35,10 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from ...finetune.inspect.reproducer import reproduce
 
     if int(os.environ.get("RANK", "0")):
-        try:
-            return reproduce(args.run, args.checkpoint).exit_code
-        except UsageError:  # rank 0 has the same error, and prints it
-            return Exit.USAGE
+        return reproduce(args.run, args.checkpoint).exit_code
     with live_progress() as progress:
         found = reproduce(args.run, args.checkpoint, progress=progress)
     others = (

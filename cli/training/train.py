@@ -48,6 +48,9 @@ def run(args: argparse.Namespace) -> int:
     from ...finetune.run.train_config import TrainConfig
 
     config = load_config(TrainConfig, args.config, scene_settings(args))
+    other = os.environ.get("RANK", "0") != "0"  # `torchrun` starts several processes, and only the first one prints
+    if args.dry_run and other:
+        return Exit.HOLDS
     if args.dry_run:
         config = fitted(config)
         needs = estimate(config)
@@ -58,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     config, setup = config.checked(args.resume).resolve()
     from ...finetune.run.train_run import train  # imports torch
 
-    if int(os.environ.get("RANK", "0")):  # `torchrun` starts several processes, and only the first one prints
+    if other:
         return _exit_code(train(config, out, setup=setup, resume=args.resume))
     with live_progress() as progress, resumable(args, out):
         summary = train(config, out, setup=setup, resume=args.resume, progress=progress, on_episode=say_episode)
