@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ...agents.runs.pass_at_k import Interval
 from ...tapes.common.config import dump_config, load_config
 from ...tapes.common.config_yaml import write_yaml
+from ...tapes.common.hub import local_folder
 from ...tapes.common.stats import fixed
 from ...tapes.common.text import counted
 from ...tapes.store.books import spent
@@ -52,9 +53,12 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run and other:
         return Exit.HOLDS
     if args.dry_run:
-        config = fitted(config)
-        needs = estimate(config)
-        data, lines = config.model_dump(mode="json"), write_yaml({"at most": needs}).splitlines()
+        config, ranks = fitted(config), int(os.environ.get("WORLD_SIZE", "1"))
+        needs, lines = estimate(config, ranks), [f"at most: unknown, because {_unknown(str(config.engine.model))}"]
+        if needs is not None:
+            who = f"on rank 0 of {ranks}, " if ranks > 1 else ""
+            lines = write_yaml({f"at most, {who}at the moment with the largest sum": needs}).splitlines()
+        data = config.model_dump(mode="json")
         answer(args, data | {"estimate": needs}, dump_config(config), *(f"# {line}" for line in lines))
         return Exit.HOLDS
     out = run_directory(args)
@@ -67,6 +71,12 @@ def run(args: argparse.Namespace) -> int:
         summary = train(config, out, setup=setup, resume=args.resume, progress=progress, on_episode=say_episode)
     answer(args, summary, _section(summary), *_summary_lines(summary, out))
     return _exit_code(summary)
+
+
+def _unknown(model: str) -> str:
+    if local_folder(model) is None:
+        return f"{model} isn't on this machine: download it first"
+    return f"the files of {model} don't show the shape of the model"
 
 
 _BUSY = {"engine": "rollout", "trainer": "train"}

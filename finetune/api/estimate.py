@@ -1,7 +1,7 @@
 """Estimates a training run's memory and tokens from its settings and the model's `config.json`, without torch.
 
-The results are upper bounds. They leave out players, the shards of several processes, CUDA itself (about 0.5 GiB) and
-fragmentation in torch's allocator.
+The results are upper bounds. They leave out players, CUDA itself (about 0.5 GiB) and fragmentation in torch's
+allocator.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ SAVED = {
 numbers are per unit of width, queries, keys and feed-forward (Korthikanti et al., 2022). Llama needs a tenth less."""
 
 
-def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
-    """Estimate the memory and tokens that a run needs. Return None if the shape of the model is unknown.
+def estimate(config: TrainConfig, ranks: int = 1) -> dict[str, dict[str, float]] | None:
+    """Estimate the memory and tokens that a run by this many processes needs. Return None if the shape of the model is
+    unknown.
 
-    `GiB` has the memory of each item on the trainer's device and the `sum` of the items, at the moment with the largest
-    sum. `GiB of main memory` has what `trainer.offload` keeps there. `tokens` has the maximum number of sampled tokens
-    in an episode, in an update, and in the run with its evaluations. The profile of `config` must have been applied to
-    it.
+    `GiB` has the memory of each item on the device of rank 0 and the `sum` of the items, at the moment with the largest
+    sum. Other ranks need the same, or less if the engine is embedded. `GiB of main memory` has what `trainer.offload`
+    keeps there. `tokens` has the maximum number of sampled tokens in an episode, in an update, and in the run with its
+    evaluations. The profile of `config` must have been applied to it.
     """
     shape = shape_of(config.engine.model)
     if shape is None:
         return None
+    parts = ranks if config.processes.shard else 1
     loop, lora, settings, evaluation = config.loop, config.trainer.lora, config.engine, config.evaluation
     own, output = NARROW if config.trainer.dtype == "bfloat16" else WIDE, shape.vocabulary * shape.width
     capacity = settings.capacity or 4096  # the default of the embedded engine
@@ -70,16 +72,20 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     apart_from = loop.reference.model if loop.reference is not None and loop.reference.model not in OWN else None
     reference, teacher = (shape_of(name) if isinstance(name, str) else None for name in (apart_from, loop.teacher))
     fixed = {
-        "weights": model,
-        "optimiser": (2 * min(trained, output) * WIDE if offload else moments)
-        + (trained * WIDE if loop.optimiser.ema else 0),
-        "reference": (reference.parameters * own if reference is not None else trained * WIDE) if reads else 0,
-        "teacher": teacher.parameters * own if teacher is not None else 0,
-        "critic": learnt * (2 if offload else 4) + still * WIDE if valued else 0,
-        **(engine if embedded else {}),
+        "weights": model // parts,
+        "optimiser": (
+            (2 * min(trained, output) * WIDE if offload else moments) + (trained * WIDE if loop.optimiser.ema else 0)
+        )
+        // parts,
+        "reference": (reference.parameters * own if reference is not None else trained * WIDE) // parts if reads else 0,
+        "teacher": teacher.parameters * own // parts if teacher is not None else 0,
+        "critic": (learnt * (2 if offload else 4) + still * WIDE) // parts if valued else 0,
+        **(engine if embedded else {}),  # only rank 0 has one
         "engine of the evaluation": sum(engine.values()) if apart else 0,
     }
     micro, narrow = max(loop.optimiser.micro_tokens, capacity), loop.optimiser.autocast is not None
+    if ranks > 1:  # `sequence_parallel` ranks share the tokens
+        micro = -(-micro // config.processes.sequence_parallel)
     sizes = (shape.width, shape.queries, shape.keys, shape.feed)
     saved = SAVED.get((lora is not None, narrow, own), (20, 10, 8, 8))
     layer = micro * (sum(a * b for a, b in zip(saved, sizes, strict=True)) + (28 * lora.rank if lora else 0))
@@ -94,7 +100,7 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     patches = 0 if still or lora else micro * shape.seen[1] * 16 * own * (shape.seen[0] if whole > 1 else 1)
     update = {
         # The gradient of the output layer is summed separately before it is added to the others.
-        "gradients": trained * WIDE + (output * WIDE if lora is None else 0),
+        "gradients": trained * WIDE // parts + (output * WIDE if lora is None else 0),
         "activations": max(layer * whole, patches) + inputs + micro * (3 * shape.feed + 2 * shape.width) * WIDE,
         "weights cast by autocast": shape.body * NARROW if narrow and own == WIDE else 0,
         # The sizes of `lm_head.CHUNK` and `lm_head.CHUNK_ROWS`. That module imports torch, and this one doesn't.
@@ -103,16 +109,25 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     # After the update, a copy of the weights is published. Tied weights occur twice in it. The check of the delivery
     # needs 5 times 144 rows of logits.
     copied = model + 2 * output * own - (shape.parameters - shape.body) * own + 5 * 144 * shape.vocabulary * WIDE
+    if parts > 1:
+        # FSDP2 gathers the embeddings, the output layer and the tower for the whole pass, and two layers at a time. In
+        # an update, they have gradients. To publish, the weights are gathered one at a time.
+        passed = shape.parameters - shape.body + shape.tower + 2 * shape.body // shape.layers
+        update["weights and gradients of a pass"] = passed * (own + (WIDE if lora is None else 0))
+        copied = (output + passed) * own + 5 * 144 * shape.vocabulary * WIDE
     if quantised:  # a weight is only whole while a layer computes with it
         update["weights out of 4 bits"] = shape.width * max(shape.feed, shape.queries) * own
-    memory = fixed | max(update, {"copy of the weights to publish": copied}, key=lambda items: sum(items.values()))
+    loading = {"weights of all ranks": model if parts > 1 and (lora is not None or shape.tower) else 0}
+    times = fixed | update, fixed | {"copy of the weights to publish": copied}, loading
+    memory = max(times, key=lambda items: sum(items.values()))
     episode = loop.longest_episode(capacity) or capacity
     batch = loop.rollouts * loop.groups * loop.episodes_per_group * episode
-    times = 2 + (max(loop.updates - 1, 0) // evaluation.every if evaluation.every else 0)
-    measured = times * (evaluation.limit or 0) * evaluation.attempts * episode if measures else 0
+    evaluations = 2 + (max(loop.updates - 1, 0) // evaluation.every if evaluation.every else 0)
+    measured = evaluations * (evaluation.limit or 0) * evaluation.attempts * episode if measures else 0
     needs = {"GiB": _gib(memory | {"sum": sum(memory.values())})}
     if offload:
-        needs["GiB of main memory"] = _gib({"optimiser": moments, "critic": learnt * 2 if valued else 0})
+        kept = {"optimiser": moments, "critic": learnt * 2 if valued else 0}
+        needs["GiB of main memory"] = _gib({name: size // parts for name, size in kept.items()})
     return {**needs, "tokens": {"episode": episode, "update": batch, "run": loop.updates * batch + measured}}
 
 

@@ -30,7 +30,7 @@ GOOD = (*SCENE, *MODEL)
     ("words", "says", "code"),
     [
         (("--help",), "usage: tapereel train", 0),
-        ((*GOOD, "--dry-run"), "# at most:", 0),
+        ((*GOOD, "--dry-run"), "# at most: unknown", 0),
         ((*GOOD, "--set", "loop.lrr=3"), "loop.lrr", 64),
         ((*GOOD, "--set", "loop.updates=-1"), "loop.updates", 64),
         ((*GOOD, "--set", "loop.recipe=grop"), "'grop'", 64),
