@@ -9,6 +9,7 @@ import asyncio
 import json
 import random
 import runpy
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ torch = pytest.importorskip("torch")
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from ..agents.families import tokenizer  # noqa: E402
+from ..envs.remote.process import Served  # noqa: E402
 from ..front.making import sampled_tape  # noqa: E402
 
 pytestmark = pytest.mark.docs
@@ -107,7 +109,11 @@ def save_qwen3(folder: Path, thought: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "thought"),
-    [("qwen3_0.6b", "<think>\n\n</think>\n\n"), ("qwen3_4b", "<think>\nIt is 2.\n</think>\n\n")],
+    [
+        ("qwen3_0.6b", "<think>\n\n</think>\n\n"),
+        ("qwen3_4b", "<think>\nIt is 2.\n</think>\n\n"),
+        ("qwen3_4b_8_gpus", "<think>\nIt is 2.\n</think>\n\n"),
+    ],
 )
 def test_a_configuration_trains_a_tiny_model_of_its_architecture(
     name: str,
@@ -120,9 +126,16 @@ def test_a_configuration_trains_a_tiny_model_of_its_architecture(
     save_qwen3(tmp_path / "model", thought)
     monkeypatch.chdir(ROOT)  # where the files of `examples` are named from
     paths = {"engine.model": str(tmp_path / "model"), "tasks": str(gsm8k), "evaluation.tasks": str(gsm8k)}
-    sets = [word for key, value in {**SMALL, **paths}.items() for word in ("--set", f"{key}={value}")]
-    run = tmp_path / "run"
-    assert main(["train", "--config", f"examples/{name}.yaml", "--out", str(run), "--json", *sets]) == 0
+    run, servers = tmp_path / "run", tmp_path / "servers.txt"
+    with ExitStack() as stack:
+        if name == "qwen3_4b_8_gpus":
+            options = ("--engine", "embedded", "--slots", "16")
+            served = Served(str(tmp_path / "model"), tmp_path / "log", *options, verb="serve model")
+            servers.write_text(stack.enter_context(served).url)
+            # The server has no route for `transfer`, which is vLLM's.
+            paths |= {"engine.urls": f"file:{servers}", "engine.publish": "reload"}
+        sets = [word for key, value in {**SMALL, **paths}.items() for word in ("--set", f"{key}={value}")]
+        assert main(["train", "--config", f"examples/{name}.yaml", "--out", str(run), "--json", *sets]) == 0
     printed: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert printed["updates"] == 2
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import multiprocessing
 import re
 import shlex
@@ -122,6 +123,30 @@ def test_the_command_lines_of_a_document_parse(path: Path):
             cli.verb_parser(words[0]).parse_args(words[1:])
         else:
             cli._top_parser().parse_args(words)
+
+
+def test_the_runs_on_several_gpus_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Their commands with `--dry-run`, once without the model, and once with a model of its shape."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    shape = dict(zip(names, (2560, 36, 32, 8, 9728), strict=True)) | {"head_dim": 128, "vocab_size": 151_936}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    text = (ROOT / "docs" / "how-to" / "several_gpus.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    runs = re.findall(r"torchrun --nproc-per-node (\d) -m tapereel\.cli (train .*)", text)
+    assert [ranks for ranks, _ in runs] == ["4", "8", "8"]
+    monkeypatch.chdir(ROOT)
+    for ranks, command in runs:
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+        words = [*shlex.split(command.replace("$resume", "--resume")), "--dry-run"]
+        assert cli.main(words) == 0
+        assert "# at most: unknown, because models/qwen isn't on this machine" in capsys.readouterr().out
+        assert cli.main([*words, "--set", f"engine.model={tmp_path}", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["engine"]["kind"], found["trainer"]["lora"], found["processes"]["shard"]) == ("vllm", None, True)
+        assert found["estimate"]["GiB"]["sum"] < 80
+        (said,) = re.findall(r"at most (\d+) GiB", text)
+        assert ranks == "8" or round(found["estimate"]["GiB"]["sum"]) == int(said)
 
 
 def _anchors(path: Path) -> set[str]:
