@@ -268,7 +268,8 @@ class Environment(Generic[ActionT, TaskT]):
         return seen.kind, without(seen.model_dump(mode="json"), seen.kind, self.varies)
 
     async def close(self) -> None:
-        """Release the instance's resources. This method is called once, however the episode ended."""
+        """Release the instance's resources. This method is called once, however the episode ended, and also if `reset`
+        failed or never ran. So set the attributes that it reads in `__init__`."""
 
 
 AnyEnvironment = Environment[Never]

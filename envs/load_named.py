@@ -129,10 +129,15 @@ def _look_in(folder: Path) -> str:
 
 def not_loaded(name: str, error: BaseException) -> UsageError:
     """Return an error that names the exception in the user's code and the line that raised it."""
+    return UsageError(f"{name} can't be loaded: {raised(error)}")
+
+
+def raised(error: BaseException) -> str:
+    """Return the exception's class and message, and the line in the user's code that raised it."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename != __file__ and not frame.filename.startswith("<frozen ")
     ]
     at = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return UsageError(f"{name} can't be loaded: {type(error).__name__}: {error_message(error)}{at}")
+    return f"{type(error).__name__}: {error_message(error)}{at}"

@@ -21,7 +21,7 @@ from pydantic import Field, JsonValue
 
 from ...envs.blocking import in_thread
 from ...envs.environment import Environment, EnvironmentFactory
-from ...envs.load_named import load_function, load_named, not_loaded
+from ...envs.load_named import load_function, load_named, not_loaded, raised
 from ...envs.rewards import load_rewards, rewarded
 from ...envs.taskset import TASK_FILES, BadTasks, Taskset, hub_tasks, standard_row
 from ...tapes.common.config import Config
@@ -226,7 +226,8 @@ def _loaded_env(source: EnvSource, name: str | None) -> tuple[EnvironmentFactory
 
 
 async def _trial(factory: Callable[[], Any], name: str) -> object:
-    """Return the value that the factory makes. If it is an environment, close it first.
+    """Return the value that the factory makes. If it is an environment, close it first, since its `__init__` may have
+    opened something.
 
     The factory and `close` run in a thread that is abandoned after `LOAD_SECONDS`, in case the user's code hangs.
     """
@@ -247,8 +248,11 @@ async def _trial(factory: Callable[[], Any], name: str) -> object:
         raise UsageError(f"{name} can't be loaded: {doing} did not return within {LOAD_SECONDS:g} s") from error
     except (TapereelError, asyncio.CancelledError, KeyboardInterrupt):
         raise
-    except BaseException as error:
-        raise not_loaded(doing, error) from error
+    except BaseException as error:  # from `close`, since `_call` raises only UsageError
+        raise UsageError(
+            f"{doing} must also work if `reset` failed or never ran, but on a new instance it raised {raised(error)}: "
+            "set the attributes that it reads in `__init__`"
+        ) from error
 
 
 def _pool(make: EnvironmentFactory, processes: int) -> Pool:

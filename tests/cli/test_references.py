@@ -103,6 +103,18 @@ def test_an_environment_is_a_class_or_a_factory_and_the_probe_is_closed():
     assert made[0] is not made[1]
 
 
+def test_a_close_that_needs_reset_is_refused_with_the_remedy():
+    class Opens(Environment):
+        async def close(self) -> None:
+            self.file.close()  # type: ignore[attr-defined]
+
+    with pytest.raises(
+        UsageError, match=r"Opens\.close .*`reset`.*'file' \(.*test_references\.py:\d+\): .*`__init__`"
+    ) as e:
+        load_env(Opens)
+    assert "can't be loaded" not in str(e.value)
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
