@@ -1,14 +1,16 @@
 """`tapereel export`: write the tapes of a run as rows of a dataset, or as conversations if `--format` is given.
 
-It doesn't change the run, and leaves out tapes that are still running.
+It doesn't change the run, and leaves out tapes that are still running. Of a run that trained, it also leaves out the
+held-out tapes, unless `--split` names their split or the format is `atif`, which isn't for training.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 
 from ...finetune.interchange import FORMATS, Exchange, write
-from ...finetune.interchange.row_files import export, renderer_of
+from ...finetune.interchange.row_files import export, renderer_of, training_tapes
 from ...tapes.audit.checking import check_split
 from ...tapes.errors import UsageError
 from ...tapes.records import Status
@@ -36,7 +38,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="rows: token sequences with labels (the default); "
         + "; ".join(f"{name}: {made.what}" for name, made in FORMATS.items()),
     )
-    parser.add_argument("--split", help="only tapes of this split (`train`, `eval`, `demo`, ...)")
+    parser.add_argument(
+        "--split",
+        help="only tapes of this split (`train`, `eval`, `demo`, ...); without it, the held-out tapes of a run that "
+        "trained are left out, except with --format atif",
+    )
     parser.add_argument(
         "--status",
         choices=[status.value for status in Status],
@@ -59,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export, and print a summary."""
-    from ...tapes.store.store import Store
+    from ...tapes.store.store import Store, Where
 
     if args.format != "rows":
         for flag in given(args, ("agents", "tokenizer")):
@@ -68,7 +74,13 @@ def run(args: argparse.Namespace) -> int:
             )
     with Store.open(args.run) as store:
         check_split(store, args.split)
-        tapes = store.tapes(split=args.split, status=args.status, min_reward=args.min_reward, closed=True)
+        where: Where = {"split": args.split, "status": args.status, "min_reward": args.min_reward, "closed": True}
+        if args.format == "atif":
+            tapes, held_out = store.tapes(**where), Counter[str]()
+        else:
+            tapes, held_out = training_tapes(store, where)
+        for split, n in held_out.items():
+            say(f"{n:,} tapes of the held-out split {split} were left out: to export them, give --split {split}")
         images = bool(store.media.names())
         if args.format != "rows":
             return _answer_format(args, write(tapes, args.out, args.format, images=images))

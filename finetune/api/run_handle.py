@@ -101,7 +101,7 @@ class Run:
         streaming: bool = False,
     ) -> Dataset | IterableDataset:
         """Return the rows of the closed tapes that match, as a Hugging Face dataset with the columns of `tapereel
-        export`.
+        export`. Unless `split` is set, the held-out tapes of a run that trained are left out.
 
         `agents` are the paths of the agents whose tokens are labels, or None for all. `tokenizer` is a folder with a
         tokenizer, which tokenizes tapes that have only text and adds the text columns. Without `tokenizer`, a tape that

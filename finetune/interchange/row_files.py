@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from ...tapes import Tape
 from ...tapes.audit.checking import check_split
 from ...tapes.errors import MissingExtra, UsageError
+from ...tapes.status import TRAINED_SPLITS
 from ...tapes.store.store import Store, Where
 from ...tapes.value import Value
 from .record_files import check_new, completed, nothing, write_records
@@ -90,6 +91,18 @@ def export(
     return Exported(path=str(path), **counts)
 
 
+def training_tapes(store: Store, where: Where) -> tuple[Iterator[Tape], Counter[str]]:
+    """Return the closed tapes that match `where`, and the number of tapes that were left out of each split.
+
+    Unless `where` names a split, the held-out tapes of a run that also has tapes to train on are left out. So a dataset
+    for training doesn't contain the tasks that measure the training. A run with held-out tapes only is returned whole.
+    """
+    found = store.summaries(**{**where, "closed": True})
+    mixed = not where.get("split") and any(one.split in TRAINED_SPLITS for one in store.summaries())
+    left_out = Counter(one.split for one in found if mixed and one.split not in TRAINED_SPLITS)
+    return (store.tape(one.id, refresh=False) for one in found if one.split not in left_out), left_out
+
+
 def run_dataset(
     run: Path, where: Where, *, agents: Sequence[str] | None, tokenizer: str | Path | None, streaming: bool
 ) -> Dataset | IterableDataset:
@@ -122,7 +135,7 @@ def _run_records(
 
     renderer = renderer_of(tokenizer)
     with Store.open(run) as store:
-        tapes = store.tapes(**{**where, "closed": True})
+        tapes, _ = training_tapes(store, where)
         yield from _some(records(tapes, agents=agents, renderer=renderer, images=images), Counter(), run)
 
 

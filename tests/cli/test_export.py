@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
+import tapereel as tr
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
 from tapereel.cli import main
 from tapereel.cli.console import Exit
@@ -25,7 +26,7 @@ from ..front.making import played, run_of, sampled_tape
 def run(tmp_path: Path) -> Path:
     """Two sampled tapes, one of them unscored-like 0, and one of text only."""
     path = tmp_path / "run"
-    run_of(path, [("train", ["7"])])
+    run_of(path, [("eval", ["7"])])
     with Store.open(path, write=True) as store:
         for tape in (
             sampled_tape("42", logprobs=[-0.5, -0.25, -0.125], spans=(("a:1", 0, 1), ("a:2", 1, 3))),
@@ -78,6 +79,25 @@ def test_a_tokenizer_brings_in_tapes_of_text(run: Path, tmp_path: Path, capsys: 
     text = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
     assert set(text["old_logprobs"]) == {None}
     assert char_tokenizer().decode([t for t in text["labels"] if t != -100]).startswith("7")
+
+
+def test_held_out_tapes_of_a_run_that_trained_need_their_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run_of(tmp_path / "run", [("train", ["7"]), *[("eval-after-sampled", ["7"])] * 2, ("eval-before-sampled", ["7"])])
+    run, after = str(tmp_path / "run"), ("--split", "eval-after-sampled")
+    assert main(["export", run, str(tmp_path / "a.jsonl"), "--format", "sft"]) == Exit.HOLDS
+    said = " ".join(capsys.readouterr().err.split())
+    assert "2 tapes of the held-out split eval-after-sampled" in said
+    assert "--split eval-before-sampled" in said
+    assert main(["export", run, str(tmp_path / "b.jsonl"), "--format", "sft", *after]) == Exit.HOLDS
+    assert [len((tmp_path / name).read_text().splitlines()) for name in ("a.jsonl", "b.jsonl")] == [1, 2]
+    assert main(["export", run, str(tmp_path / "atif"), "--format", "atif"]) == Exit.HOLDS
+    assert len([*(tmp_path / "atif").iterdir()]) == 4, "trajectories to look at, not to train on"
+    # A filter that no tape to train on passes doesn't let held-out tapes in.
+    assert main(["export", run, str(tmp_path / "d.jsonl"), "--format", "sft", "--min-reward", "9"]) == Exit.BROKEN
+    char_tokenizer().save_pretrained(str(tmp_path / "tokenizer"))
+    chosen = [(False, None), (True, None), (False, "eval-after-sampled")]
+    rows = [tr.open(run).dataset(tokenizer=tmp_path / "tokenizer", streaming=k, split=s) for k, s in chosen]
+    assert [sorted({row["split"] for row in some}) for some in rows] == [["train"], ["train"], ["eval-after-sampled"]]
 
 
 def test_nothing_is_overwritten_and_no_other_ending_taken(run: Path, tmp_path: Path):

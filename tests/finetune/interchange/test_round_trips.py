@@ -61,7 +61,7 @@ def test_imported_tapes_are_ordinary_tapes(run: Path, tmp_path: Path, format: st
 
 
 def test_calls_of_tools_come_back_as_calls(run: Path, tmp_path: Path) -> None:
-    tape = next(t for t in tapes_of(there_and_back(run, tmp_path, "sft")) if t.turns == 2 and t.begin.split == "eval")
+    tape = next(t for t in tapes_of(there_and_back(run, tmp_path, "sft")) if t.turns == 2 and t.begin.split == "demo")
     (first, last), results = tape.actions, [s for s in tape if isinstance(s, ToolResults)]
     assert isinstance(first, ToolCalls)
     assert [(c.name, c.arguments) for c in first.calls] == [("roll", {"sides": 6})]

@@ -62,7 +62,7 @@ async def _record(store: Store) -> None:
     agent = ChatAgent(actions=[ToolCalls], plain=Answer)
     row = {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Six sides."}]}
     await rollout(
-        agent, lambda: TRLEnvironment(Dice), trl_row(row), engine=Roller(), split="eval", journal=store.writer
+        agent, lambda: TRLEnvironment(Dice), trl_row(row), engine=Roller(), split="demo", journal=store.writer
     )
     await store.writer.durable()
 
