@@ -16,9 +16,12 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from pydantic import BaseModel
+
+if TYPE_CHECKING:
+    from tapereel.agents.setup.profiles import Default
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
@@ -83,12 +86,63 @@ def settings() -> str:
     ]
     lines += ["How these combine is explained in [Configuration](configuration.md).", ""]
     lines += ["`tapereel VERB --dry-run` prints all values of a run."]
+    lines += _profiles()
     places: dict[type[BaseModel], str] = {}
     for verb, path in ROOTS.items():
         module, _, name = f"tapereel.{path}".rpartition(".")
         lines += ["", f"## `{verb}`"]
         lines += _group(getattr(importlib.import_module(module), name), verb, "", places)
     return "\n".join(lines) + "\n"
+
+
+def _profiles() -> Iterator[str]:
+    """The table of the values that depend on the model's size."""
+    yield from ("", "## Profiles", "")
+    yield "`run` and `train` choose these by [the model's size](../how-to/training.md#profiles), unless you set them."
+    yield "The keys of `run` don't have the prefix `loop.`. Adapters are LoRA on a pretrained model."
+    yield from ("", "| key | `tiny` | `small` | `large` | adapters | source |", "|---|---|---|---|---|---|")
+    for row in profiles():
+        adapted = "" if row.adapted is None else f"`{row.adapted}`"
+        values = " | ".join(f"`{value}`" for value in (row.tiny, row.small, row.large))
+        yield f"| {_profiled_key(row)} | {values} | {adapted} | {cell(row.source)} |"
+
+
+def _profiled_key(row: Default) -> str:
+    return f"`{row.key}`" + (f" (`body={row.body}`)" if row.body else "")
+
+
+def profiles() -> tuple[Default, ...]:
+    """The settings that profiles set."""
+    return importlib.import_module("tapereel.agents.setup.profiles").PROFILES
+
+
+@cache
+def profiled() -> dict[tuple[type[BaseModel], str], list[Default]]:
+    """(class, field) -> the rows of the profiles that set this field."""
+    root = importlib.import_module("tapereel.finetune.run.train_config").TrainConfig
+    found: dict[tuple[type[BaseModel], str], list[Default]] = {}
+    for row in profiles():
+        owners, (*path, name) = [root], row.key.split(".")
+        for part in path:
+            fields = [one.model_fields[part] for one in owners if part in one.model_fields]
+            owners = [*dict.fromkeys(model for field in fields for model in _models(field.annotation))]
+        for owner in owners:
+            if name in owner.model_fields:
+                found.setdefault((owner, name), []).append(row)
+    return found
+
+
+def _by_profile(rows: list[Default], otherwise: str) -> str:
+    """The default of a setting that profiles set."""
+    keys: dict[str, list[str]] = {}
+    for row in rows:
+        names: dict[str, list[str]] = {}
+        for name in ("tiny", "small", "large", *["adapted"] * (row.adapted is not None)):
+            names.setdefault(f"`{getattr(row, name)}`", []).append(name.replace("adapted", "adapters"))
+        shown = ", ".join(f"{value} ({', '.join(which)})" for value, which in names.items())
+        keys.setdefault(shown, []).append(_profiled_key(row))
+    each = [shown + f" for {' and '.join(of)}" * (len(keys) > 1) for shown, of in keys.items()]
+    return f"[by profile](#profiles): {'; '.join(each)}. Otherwise {otherwise or '`{}`'}"
 
 
 def _group(kind: type[BaseModel], verb: str, key: str, places: dict[type[BaseModel], str]) -> Iterator[str]:
@@ -101,7 +155,8 @@ def _group(kind: type[BaseModel], verb: str, key: str, places: dict[type[BaseMod
     for name, info in kind.model_fields.items():
         type_, meaning = written[name]
         inside += [(f"{key}.{name}".lstrip("."), one) for one in _models(info.annotation)]
-        yield f"| `{name}` | {cell(type_)} | {_default(info)} | {cell(meaning)} |"
+        default, rows = _default(info), profiled().get((kind, name))
+        yield f"| `{name}` | {cell(type_)} | {_by_profile(rows, default) if rows else default} | {cell(meaning)} |"
     for below, one in inside:
         if one not in places:
             yield from _group(one, verb, below, places)
