@@ -131,7 +131,9 @@ class Sampling(Value):
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """0 means greedy decoding. Greedy calls are never RL data, and their log-probs are recorded at temperature 1."""
     max_tokens: int = Field(default=512, ge=1)
+    """Maximum number of tokens in an answer."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """1 means no limit."""
     top_k: int = Field(default=0, ge=0)
     """0 means no limit."""
     extra: dict[str, JsonValue] = Field(default={})
@@ -186,6 +188,7 @@ class Identity(Value):
     cls: str = ""
     """The `module:qualname` of the class when the tape was recorded."""
     config: dict[str, JsonValue] = Field(default={})
+    """Its settings, such as the system prompt of a `ChatAgent`."""
     effect: Literal["pure", "idempotent", "irreversible"] | None = None
     """What happens if an action is carried out a second time. It is set only for environments."""
 
@@ -212,6 +215,7 @@ class Begin(Record):
     tape: str
     task: Task
     task_hash: str
+    """`Task.hash`, which groups and splits use."""
     agent: Identity
     env: Identity
     env_seed: int
@@ -219,11 +223,13 @@ class Begin(Record):
     seed: int
     """The sampling seed of this attempt."""
     group: str | None = None
+    """The group whose attempts are compared, or None if the episode has none."""
     attempt: int = 0
     """The episode's number within its group, counted from 0."""
     split: str = "train"
     """The purpose of the tape: `train`, `eval`, `demo` or a name that the caller chose."""
     parent: Parent | None = None
+    """Where the episode continues another tape, or None if it is not a fork."""
     versions: dict[str, str] = {}
     """The versions of Tapereel (`package`) and of `python`. If a renderer is used, also the hashes of its `tokenizer`
     and `chat_template`. If the engine reads pictures, also the hash of its picture `processor`."""
@@ -257,9 +263,11 @@ class StepRecord(Record):
     """Who produced the step: the path of an agent, such as `planner/searcher`, or `env` for the environment."""
     role: Role
     kind: str
+    """The name of the step's class, such as `text`."""
     calls: tuple[tuple[str, int, int], ...] = ()
     """The completion tokens that this step was parsed from, as (call id, start, end)."""
     content: SerializeAsAny[Step]
+    """The fields of the step."""
     media: MediaNames = Field(default=(), exclude_if=operator.not_)
     """Names of the media files that the content refers to in its fields of type `MediaReference`."""
     at: float
@@ -306,6 +314,7 @@ class Usage(Value):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
+    """Prompt tokens that the engine had in a cache."""
     cost: float | None = None
     """Cost in US dollars."""
 
@@ -349,9 +358,13 @@ class Call(Record):
     conversation: str = Field(default="", exclude_if=operator.not_)
     """Name of the conversation if the agent holds several. It is empty in the usual case of a single conversation."""
     base: str | None = None
+    """Id of the earlier call that `keep` and `keep_messages` refer to."""
     keep: int = 0
+    """Number of token ids that the prompt shares with the base, from its beginning."""
     keep_messages: int = 0
+    """Number of messages that the request shares with the base, from its beginning."""
     messages: tuple[Message, ...] = ()
+    """The messages of the request after the first `keep_messages`."""
     media: MediaNames = Field(default=(), exclude_if=operator.not_)
     """Names of the pictures that an external program sent in its request's `messages`. No step shows these pictures."""
     prompt: Ints | None = None
@@ -368,13 +381,16 @@ class Call(Record):
     barred: tuple[int, ...] | None = Field(default=None, exclude_if=_is_none)
     """Ids of the end tokens that `sampling.min_tokens` excluded at the start of the completion, or None if unknown."""
     text: str | None = None
+    """The answer's text."""
     tool_calls: tuple[dict[str, JsonValue], ...] | None = None
     """The tool calls that the engine parsed, in the chat format."""
     spans: tuple[tuple[str, int, int], ...] = ()
     """(policy version, start, end) for each range of completion tokens. The ranges are half-open and contiguous."""
     finish: Literal["stop", "length", "tool_calls", "abort", "cancelled", "error"] = "stop"
+    """Why the completion ended."""
     sampling: Sampling = Sampling()
     seed: int | None = None
+    """The sampling seed of this call."""
     tools: Tools | None = None
     constraint: Constraint | None = Field(default=None, exclude_if=_is_none)
     """The form that the request demanded of the answer, or None if the request left the form open."""
@@ -386,6 +402,7 @@ class Call(Record):
     cut: int = Field(default=0, exclude_if=operator.not_)
     """Number of the conversation's tokens that `limits.keep_prompt` removed from the prompt."""
     engine: str = ""
+    """Name of the engine."""
     at: float
 
     @property
@@ -459,6 +476,7 @@ class Reward(Record):
     layer: str | None = None
     """Name of the later scoring that added this reward. None for a reward that was recorded with the tape."""
     evidence: JsonValue = None
+    """What the source gave as its reason, such as a judge's answers."""
 
     @property
     def failed(self) -> bool:
@@ -497,6 +515,7 @@ class End(Record):
     status: Status
     cause: Cause | None = None
     seconds: float = 0.0
+    """Duration of the episode."""
     at: float
     agent_seconds: float | None = Field(default=None, exclude_if=_is_none)
     """Seconds that are counted as the agent's time (`agents/episode/timers.py`), or None if unknown."""
@@ -543,6 +562,7 @@ class Use(Record):
 
     t: Literal["use"] = "use"
     lineage: str
+    """The unbroken history of updates that this update continues."""
     update: int
     epoch: int = 0
     items: tuple[tuple[str, str, int, int, float], ...]
@@ -579,6 +599,7 @@ class Open(Record):
     """Pins on earlier segments, by segment name. A pin is the hash of the segment's last line that was known to be
     durable. If a pinned line is missing later, the earlier segment was changed."""
     versions: dict[str, str] = {}
+    """The `schema` of the segment's records."""
 
 
 class Publish(Record):

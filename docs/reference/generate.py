@@ -1,4 +1,5 @@
-"""Writes the reference that is generated from code: settings, verbs, errors and, for mkdocstrings, the public names.
+"""Writes the reference that is generated from code: settings, records, verbs, errors and, for mkdocstrings, the public
+names.
 
 python docs/reference/generate.py            write the pages
 python docs/reference/generate.py --check    write nothing; the exit code is 1 if a page isn't current
@@ -14,9 +15,10 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel
 
@@ -41,7 +43,7 @@ ROOTS = {
 
 def pages() -> dict[str, str]:
     """Path below docs/reference -> text of each generated page."""
-    found = {"settings.md": settings(), "verbs.md": verbs(), "errors.md": errors()}
+    found = {"settings.md": settings(), "records.md": records(), "verbs.md": verbs(), "errors.md": errors()}
     return found | {f"api/{name}.md": api(name) for name in ("tapereel", *ROOMS)}
 
 
@@ -202,6 +204,110 @@ def _default(info: object) -> str:
         plain = value.model_dump(mode="json", exclude_unset=True)
         return f"`{cell(str(plain))}`" if plain else ""
     return f"`{cell(repr(value))}`"
+
+
+RECORDS = """# Records
+
+<!-- note -->
+
+A tape is a list of records, and `Tape.model_dump` returns them as they are written:
+
+```python
+import tapereel as tr
+
+
+class Sums(tr.Environment):
+    async def reset(self, task):
+        return task
+
+    async def step(self, action):
+        return tr.Outcome(reward=float(action.text == "42"), terminated=True)
+
+
+(tape,) = tr.run(tr.ChatAgent(), Sums, ["6 * 7"], model=["42"], out="runs/records")
+records = tape.model_dump()["records"]
+print([record["t"] for record in records])
+print({key: records[1][key] for key in ("by", "role", "kind", "content")})
+print(sorted(records[0]["versions"]))
+```
+
+```text
+['begin', 'step', 'call', 'step', 'reward', 'end']
+{'by': 'env', 'role': 'observation', 'kind': 'text', 'content': {'text': '6 * 7'}}
+['package', 'python']
+```
+
+The fields `tape` and `call` hold ids, and `at` is a time in seconds since 1970. In JSON, `Ints` and `Floats` are the
+base64 of little-endian int32 and float32 values, and NaN and infinities are strings.
+[The tape store](../concepts/store.md) explains the files.
+
+## Versions
+
+These fields record which code and which weights made a tape:
+"""
+VERSIONS = {
+    "begin": ("versions", "agent", "env"),
+    "call": ("spans", "engine"),
+    "tokens": ("tokenizer",),
+    "publish": ("version", "digest"),
+    "open": ("versions",),
+}
+"""Kind of record -> the fields that name a version."""
+SECTIONS = {
+    "On a tape": "These records form a tape, and its digest covers them.",
+    "Layers": "These records refer to a tape, and may be added at any later time. The digest doesn't cover them.",
+    "In a run": "These records belong to no tape.",
+}
+
+
+def records() -> str:
+    """Every kind of record and every kind of step, with their fields."""
+    module, steps = (importlib.import_module(f"tapereel.tapes.{name}") for name in ("records", "steps"))
+    kinds = get_args(get_args(importlib.import_module("tapereel.tapes.schema").AnyRecord)[0])
+    by_name = {kind.model_fields["t"].default: kind for kind in kinds}
+    lines = [*RECORDS.replace("<!-- note -->", NOTE).splitlines(), "", "| record | field | meaning |", "|---|---|---|"]
+    for name, fields in VERSIONS.items():
+        lines += [f"| `{name}` | `{field}` | {_described(by_name[name])[field][1]} |" for field in fields]
+    seen: set[type[BaseModel]] = {steps.Step}
+    for title, text in SECTIONS.items():
+        lines += ["", f"## {title}", "", text]
+        for name, kind in by_name.items():
+            layer = name not in module.IN_TAPE and "tape" in kind.model_fields
+            if title == ("On a tape" if name in module.IN_TAPE else "Layers" if layer else "In a run"):
+                lines += _record(kind, f"`{name}`", seen)
+    lines += ["", "## Steps", "", "The field `content` of a `step` holds one of these, or a class of your own."]
+    classes: list[Any] = [one for one in vars(steps).values() if inspect.isclass(one) and issubclass(one, steps.Step)]
+    for kind in classes:
+        if kind.model_fields and not issubclass(kind, steps.Unknown):  # no tape has an unknown step
+            lines += _record(kind, f"`{kind.kind}` ({steps.role_of(kind.model_construct())})", seen)
+    return "\n".join(lines) + "\n"
+
+
+def _record(kind: type[BaseModel], heading: str, seen: set[type[BaseModel]]) -> Iterator[str]:
+    """A class with its fields, and then the classes of its fields that aren't in `seen`."""
+    seen.add(kind)
+    inside: list[type[BaseModel]] = []
+    yield from ("", f"### {heading}", "", cell((inspect.getdoc(kind) or "").split("\n\n")[0]))
+    yield from ("", "| field | type | default | meaning |", "|---|---|---|---|")
+    for name, (type_, meaning) in _described(kind).items():
+        inside += _models(kind.model_fields[name].annotation)
+        if name != "t":
+            yield f"| `{name}` | {cell(type_)} | {_default(kind.model_fields[name])} | {meaning} |"
+    for below in dict.fromkeys(inside):
+        if below not in seen:
+            yield from _record(below, f"`{below.__name__}`", seen)
+
+
+def _described(kind: type[BaseModel]) -> dict[str, tuple[str, str]]:
+    """Field -> (type as written, meaning). If a field has no docstring, its class or its possible values explain it."""
+    found = dict(_fields(kind))
+    for name, info in kind.model_fields.items():
+        type_, meaning = found[name]
+        values = list(info.annotation) if inspect.isclass(info.annotation) and issubclass(info.annotation, Enum) else []
+        values = values or ([] if "Literal" in type_ else [v for v in get_args(info.annotation) if isinstance(v, str)])
+        about = [f"`{value}`" for value in values] or [first_sentence(one.__doc__) for one in _models(info.annotation)]
+        found[name] = (type_, cell(meaning or ", ".join(about)))
+    return {name: found[name] for name in kind.model_fields}
 
 
 def verbs() -> str:

@@ -192,7 +192,7 @@ def test_the_generated_reference_is_current(monkeypatch: pytest.MonkeyPatch):
     generate = _script("reference/generate.py")
     monkeypatch.setenv("COLUMNS", generate.WIDTH)
     pages = generate.pages()
-    assert {"settings.md", "verbs.md", "errors.md", "api/tapereel.md"} <= set(pages)
+    assert {"settings.md", "records.md", "verbs.md", "errors.md", "api/tapereel.md"} <= set(pages)
     stale = [name for name, text in pages.items() if (generate.FOLDER / name).read_text(encoding="utf-8") != text]
     assert stale == [], "run python docs/reference/generate.py"
 
