@@ -65,11 +65,14 @@ class Declared:
         if not actions and not arguments:  # `class Guess(Environment)`
             actions = {Answer.kind: Answer}
         observations = {kind.kind: kind for kind in every if issubclass(kind, Observation)}
-        for what, found in (("actions", actions), ("observations", observations)):
+        for what, remedy, found in (
+            ("actions", "name them, as in `class Game(Environment[Move])`", actions),
+            ("observations", "annotate what its `reset` returns, such as `-> str`", observations),
+        ):
             if not found:
                 raise BadArgument(
-                    f"{env.__qualname__} doesn't declare which kinds of {what} it has; set `kinds = (...)` to their "
-                    "classes on it"
+                    f"{env.__qualname__} doesn't declare which kinds of {what} it has: {remedy}, or set "
+                    "`kinds = (...)` to their classes on it"
                 )
         pixels = thing.pixels if isinstance(thing, Environment) else env.pixels
         return cls(env.__name__, actions, observations, env.effect, env.varies, env.rewards, pixels)

@@ -43,10 +43,16 @@ class Silent(Environment[Any]):
     async def reset(self, task: Any) -> Any: ...
 
 
+class Untyped(Environment):
+    async def reset(self, task: Any):  # type: ignore[no-untyped-def]
+        return "?"
+
+
 @pytest.mark.parametrize(
     ("thing", "told"),
     [
-        (Silent, "Silent.*actions.*`kinds"),
+        (Silent, r"Silent.*actions.*Environment\[.*`kinds"),
+        (Untyped, r"Untyped.*observations.*`reset`.*`-> str`.*`kinds"),
         (lambda: GuessNumber(), r"lambda.*Declared\.of\("),
         (3, r"^3 .*Declared\.of\("),
     ],
