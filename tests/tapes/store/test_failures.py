@@ -62,6 +62,12 @@ class FaultyDisk(Disk):
         super().sync(handle)
 
 
+@pytest.fixture
+def handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the writer's thread syncs, so a closed gate doesn't stop the event loop that opens it."""
+    monkeypatch.setattr(writer, "BRIEF", 0.0)
+
+
 def write(store: Store, *bodies: bytes) -> None:
     for body in bodies:
         store.writer.append(body)
@@ -164,6 +170,7 @@ def test_an_input_output_error_poisons_the_writer(tmp_path: Path, fault: str) ->
     assert verify(tmp_path / "run").exit_code == 0
 
 
+@pytest.mark.usefixtures("handed_over")
 def test_everyone_who_waits_is_told_of_a_failure(tmp_path: Path) -> None:
     disk = FaultyDisk()
     store = Store.create(tmp_path / "run", disk=disk)
@@ -212,6 +219,7 @@ def test_short_writes_are_continued(tmp_path: Path) -> None:
     assert verify(tmp_path / "run").exit_code == 0
 
 
+@pytest.mark.usefixtures("handed_over")
 def test_the_event_loop_runs_on_while_the_disk_stalls_and_one_sync_serves_all(tmp_path: Path) -> None:
     disk = FaultyDisk()
     with Store.create(tmp_path / "run", disk=disk) as store:
@@ -284,6 +292,7 @@ def test_closing_waits_for_a_caller_that_syncs_in_its_own_thread(
     assert (report.exit_code, report.episodes, report.open) == (0, 1, 0)
 
 
+@pytest.mark.usefixtures("handed_over")
 def test_waiting_can_be_cancelled(tmp_path: Path) -> None:
     disk = FaultyDisk()
     with Store.create(tmp_path / "run", disk=disk) as store:
@@ -303,6 +312,7 @@ def test_waiting_can_be_cancelled(tmp_path: Path) -> None:
     assert verify(tmp_path / "run").exit_code == 0
 
 
+@pytest.mark.usefixtures("handed_over")
 def test_a_loop_that_is_gone_does_not_stop_the_writer(tmp_path: Path) -> None:
     disk = FaultyDisk()
     with Store.create(tmp_path / "run", disk=disk) as store:
