@@ -298,8 +298,8 @@ class SegmentWriter:
         return True
 
     def _free(self) -> bool:
-        """Return whether a caller may write in its own thread: no other caller waits, no thread writes, and a sync is all
-        there is to do, and brief."""
+        """Return whether a caller may write in its own thread: no other caller waits, no thread writes, and a sync is
+        all there is to do, and brief."""
         slow = self._sync_seconds > BRIEF or self._size >= self._rotate_bytes
         return not (slow or self._waiting or self._writing.locked() or self.durability is Durability.OS)
 
