@@ -35,15 +35,18 @@ class Gists {
 
   async read() {
     const { drawn } = this.list;
-    const ids = [...new Set([...drawn.values()].map((made) => made.dataset.tape))].filter((id) => this.wanted.has(id)).slice(0, GISTS_AT_ONCE);
-    const keys = new Map(ids.map((id) => [id, this.wanted.get(id)]));
-    this.wanted.clear();
+    const shown = new Set([...drawn.values()].map((made) => made.dataset.tape));
+    for (const id of this.wanted.keys()) if (!shown.has(id)) this.wanted.delete(id);
+    const keys = new Map([...this.wanted].slice(0, GISTS_AT_ONCE));
+    const ids = [...keys.keys()];
+    for (const id of ids) this.wanted.delete(id);
     try {
       const found = ids.length ? await T.source.gists(ids) : {};
       for (const [id, key] of keys) this.kept.set(key, found[id] || {});
-    } catch (error) { this.failed = error.message; }
+    } catch (error) { this.failed = error.message; this.wanted.clear(); }
     while (this.kept.size > KEPT_GISTS) this.kept.delete(this.kept.keys().next().value);
     this.timer = 0;
+    if (this.wanted.size) this.soon(); // more rows than are read at once, or drawn meanwhile
     for (const [k, made] of [...drawn]) if (keys.has(made.dataset.tape)) this.list.refresh(k, k + 1);
   }
 }

@@ -178,6 +178,35 @@ def test_25_000_tapes_are_usable_within_two_seconds_of_cpu(page, tmp_path: Path)
         assert found["TaskDuration"] + time.process_time() - before < 2
 
 
+UNREAD = "document.querySelector('.rows .unread')"
+
+
+def test_rows_that_are_drawn_while_others_are_read_are_read_too(page, tmp_path: Path):
+    held: list[Any] = []
+
+    def hold(route: Any) -> None:
+        held.append(route)
+        if len(held) > 1:
+            route.continue_()
+
+    page.route("**/api/gists*", hold)
+    with served(wide_run(tmp_path / "run", 2_000)) as server:
+        with page.expect_request("**/api/gists*"):
+            page.goto(server.url)
+        page.get_by_label("Order").select_option("oldest")
+        page.wait_for_function(f"() => T.app.table.base.sort === 'oldest' && {UNREAD}")
+        held[0].continue_()
+        page.wait_for_function(f"() => !{UNREAD}")
+    assert len(held) > 1
+
+
+def test_more_rows_than_are_read_at_once_are_all_read(page, tmp_path: Path):
+    page.set_viewport_size({"width": 1440, "height": 4_000})
+    with served(wide_run(tmp_path / "run", 500)) as server:
+        page.goto(server.url)
+        page.wait_for_function(f"() => document.querySelectorAll('.rows .trow').length > 80 && !{UNREAD}")
+
+
 def test_a_page_shows_the_same_without_a_server(page, tmp_path: Path):
     file = tmp_path / "page.html"
     with RunView(training_run(tmp_path / "run")) as view:
