@@ -6,8 +6,8 @@
 * When it becomes idle, it writes a `commit` line that states the frontier, which is the number of durable lines.
 * When a segment is full, it seals the segment and continues in a new one.
 
-A caller that waits alone writes and syncs in its own thread, because handing over to the writer's thread and back takes
-longer than a brief sync.
+If a task on an event loop waits alone, it writes and syncs in its own thread, because handing over to the writer's
+thread and back takes longer than a brief sync.
 
 A line is acknowledged only after the sync that covers it. Each line states a frontier (`c`). The frontier counts only
 lines that were synced before this line was built, so a reader can rely on it. If bytes below the frontier changed, the
@@ -46,8 +46,8 @@ NAMED_EVERY = 256
 segment's first line. If other lines are damaged, this hash shows `reader` that the lines around the `commit` belong to
 this file."""
 BRIEF = 0.001
-"""A caller syncs in its own thread only if the previous sync took at most this number of seconds, because its event
-loop stands still meanwhile."""
+"""A task syncs in its own thread only if the previous sync took at most this number of seconds, because its event loop
+can't run other tasks meanwhile."""
 
 
 def new_segment(disk: Disk, folder: Path) -> tuple[str, int]:
@@ -150,7 +150,7 @@ class SegmentWriter:
         """Number of calls of `durable` that haven't begun to wait."""
         self._sync_seconds = 0.0
         """Duration of the most recent sync."""
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         """The error that poisoned this writer, or None while it works."""
         self._closing = False
         self._pending: list[bytes] = []
@@ -222,8 +222,9 @@ class SegmentWriter:
         if isinstance(cause, StoreFailed):  # a lost lease, which repairing the disk doesn't bring back
             return type(cause)(*cause.args)
         message = (
-            f"writing to {self.folder / self.segment}.jsonl failed ({cause}): acknowledged records are safe, "
-            "but this process writes nothing more. Repair the disk, then open the run again, which recovers it"
+            f"writing to {self.folder / self.segment}.jsonl failed ({str(cause) or type(cause).__name__}): acknowledged "
+            "records are safe, but this process writes nothing more. Repair the disk, then open the run again, which "
+            "recovers it"
         )
         number = getattr(cause, "errno", None)
         error = StoreFailed(number, message) if number else StoreFailed(message)
@@ -274,8 +275,6 @@ class SegmentWriter:
 
     def sync(self) -> None:
         """Wait like `durable`, but block the thread. This is for code outside an event loop."""
-        if self._commit_alone():
-            return
         future: Future[None] = Future()
         if self.when_durable(lambda error: _resolve(future, error)):
             if self._thread is None:
@@ -372,8 +371,10 @@ class SegmentWriter:
             self._put(batch)
             if sync:
                 self._sync()
-        except Exception as error:  # any error must reach the waiting callers, who would otherwise block forever
+        except BaseException as error:  # any error must reach the waiting callers, who would otherwise block forever
             self._poison(error)
+            if not isinstance(error, Exception):  # a second Ctrl-C while a task writes, perhaps between two lines
+                raise
             return
         with self._lock:
             self._written = upto
@@ -452,7 +453,7 @@ class SegmentWriter:
         self._appended += 1
         return line
 
-    def _poison(self, error: Exception) -> None:
+    def _poison(self, error: BaseException) -> None:
         """Stop for good, and fail every waiting caller. `failure` is set first, so that no later caller starts to
         wait."""
         with self._lock:

@@ -260,13 +260,49 @@ def test_a_caller_that_waits_alone_syncs_in_its_own_thread_if_syncs_are_brief(
 
         disk.threads.clear()
         asyncio.run(episodes())
-        for k in range(10):
-            write(store, *lab.episode(f"b{k}"))
-            store.writer.sync()
         # The writer's thread may sync what a caller that is slow to ask leaves for it.
         assert (threading.current_thread() in disk.threads) == bool(brief)
     report = verify(tmp_path / "run")
-    assert (report.exit_code, report.episodes) == (0, 20)
+    assert (report.exit_code, report.episodes) == (0, 10)
+
+
+class Interrupted(FaultyDisk):
+    """A disk on which Ctrl-C arrives when half of the lines are written, in the main thread."""
+
+    armed = False
+
+    def write(self, handle: int, data: bytes) -> int:
+        if self.armed and threading.current_thread() is threading.main_thread():
+            super().write(handle, bytes(data)[: len(data) // 2])
+            raise KeyboardInterrupt
+        return super().write(handle, data)
+
+
+def test_a_task_that_is_interrupted_while_it_writes_poisons_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "BRIEF", 60.0)
+    disk = Interrupted()
+    store = Store.create(tmp_path / "run", disk=disk)
+
+    async def episodes() -> None:
+        write(store, *lab.episode("a"))
+        await store.writer.durable()
+        disk.armed = True
+        for k in range(1_000):  # the writer's thread may be faster with some of them
+            write(store, *lab.episode(f"b{k}"))
+            await store.writer.durable()
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(episodes())
+    disk.armed = False
+    with pytest.raises(StoreFailed):
+        write(store, *lab.episode("c"))
+    with pytest.raises(StoreFailed):
+        store.close()
+    with Store.open(tmp_path / "run", write=True) as again:
+        assert again.tape("a").closed
+    assert verify(tmp_path / "run").broken == ()
 
 
 def test_closing_waits_for_a_caller_that_syncs_in_its_own_thread(
@@ -277,7 +313,8 @@ def test_closing_waits_for_a_caller_that_syncs_in_its_own_thread(
     store = Store.create(tmp_path / "run", disk=disk)
     disk.gate.clear()
     write(store, *lab.episode("a"))
-    caller, closing = threading.Thread(target=store.writer.sync), threading.Thread(target=store.close)
+    caller = threading.Thread(target=lambda: asyncio.run(store.writer.durable()))
+    closing = threading.Thread(target=store.close)
     disk.threads.clear()
     caller.start()
     while not disk.threads:
