@@ -222,8 +222,8 @@ class SegmentWriter:
         if isinstance(cause, StoreFailed):  # a lost lease, which repairing the disk doesn't bring back
             return type(cause)(*cause.args)
         message = (
-            f"writing to {self.folder / self.segment}.jsonl failed ({str(cause) or type(cause).__name__}): acknowledged "
-            "records are safe, but this process writes nothing more. Repair the disk, then open the run again, which "
+            f"writing to {self.folder / self.segment}.jsonl failed ({str(cause) or type(cause).__name__}): "
+            "acknowledged records are safe, but this process writes nothing more. Repair the disk, then open the run again, which "
             "recovers it"
         )
         number = getattr(cause, "errno", None)
