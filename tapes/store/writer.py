@@ -223,8 +223,8 @@ class SegmentWriter:
             return type(cause)(*cause.args)
         message = (
             f"writing to {self.folder / self.segment}.jsonl failed ({str(cause) or type(cause).__name__}): "
-            "acknowledged records are safe, but this process writes nothing more. Repair the disk, then open the run again, which "
-            "recovers it"
+            "acknowledged records are safe, but this process writes nothing more. Repair the disk, then open the "
+            "run again, which recovers it"
         )
         number = getattr(cause, "errno", None)
         error = StoreFailed(number, message) if number else StoreFailed(message)
