@@ -51,6 +51,7 @@ from ...tapes.tape import Ending, new_tape_id, step_record
 from ..engines.engine import Engine, EngineStopped, absence_of
 from .agent import Agent, configuration, qualified
 from .chat import TooManyParseErrors
+from .garbage import rarely_collected
 from .limits import LimitReached, Limits
 from .llm import LLM, ModelFailed, RenderFailed
 from .recorder import Recorder, keep_pictures
@@ -127,7 +128,8 @@ async def rollout(
     if task.pictures:
         await asyncio.to_thread(keep_pictures, task, journal)  # the recorder would block the event loop on the disk
     episode = Episode(agent, env, Recorder(begin, journal, fork), engine=engine, limits=limits, retries=retries)
-    return await episode.run()
+    with rarely_collected():
+        return await episode.run()
 
 
 def parent_of(fork: Tape, unverified: str | None = None) -> Parent:
