@@ -8,8 +8,8 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self, cast
 
@@ -30,6 +30,8 @@ from ..engines.weights.weight_config import AdapterConfig
 from ..vision.vision import VideoTokens
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..engines.servers.server_engine import RemoteEngine
     from ..rendering.codec import ChatTokenizer
     from ..rendering.renderer import Renderer
@@ -332,6 +334,8 @@ class Made:
     engine: Engine
     publish: Publish | None
     """Version and digest of the weights, or None if the engine has no weights or this process can't read them."""
+    weights: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    """The weights that `publish` names."""
 
 
 def warn_of_faults(renderer: Renderer | None, sampling: Sampling | None = None) -> None:
@@ -416,7 +420,8 @@ def _embedded(config: EmbeddedConfig) -> Made:
         raise MissingExtra(error.name or "torch", "train", "the embedded engine") from error
     torch.set_num_threads(config.threads)
     found = load_pretrained(config.model, device=config.device, dtype=config.dtype, video=config.renderer.video)
-    digest = weights_digest(found.model.state_dict())
+    weights = found.model.state_dict(keep_vars=True)
+    digest = weights_digest(weights)
     # The version comes from the digest of the weights, so that the same model has the same version in every run.
     version = f"{digest[:12]}:0"
     engine = EmbeddedEngine(
@@ -427,4 +432,4 @@ def _embedded(config: EmbeddedConfig) -> Made:
         capacity=config.capacity,
         copy=False,
     )
-    return Made(engine, Publish(version=version, digest=digest, mode="start", at=time.time()))
+    return Made(engine, Publish(version=version, digest=digest, mode="start", at=time.time()), weights)

@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 
-from ...agents.engines.embedded.pretrained import device_of, weights_digest
+from ...agents.engines.embedded.pretrained import device_of
 from ...tapes.common.config import ConfigError, load_config
 from ...tapes.common.config_yaml import YamlProblem
 from ...tapes.errors import OtherVersion, TapereelError, UsageError
@@ -108,7 +108,8 @@ def _begin(run: Path, directory: RunDir, ranks: Ranks) -> tuple[Training, str]:
     except (UsageError, BrokenHistory) as error:
         raise Unknown(f"a model that the run began with is gone: {error}") from error
     # The model folder may have been overwritten since the run. Every update would differ with other base weights.
-    found, begun = weights_digest(training.policy.weights.weights()), directory.results.base
+    begun = directory.results.base
+    found = training.policy.weights.digest(begun)
     if begun not in (None, found):
         raise Unknown(
             f"the base weights are gone: the run began with weights of digest {begun}, and those of {base} have digest "

@@ -289,7 +289,7 @@ class _Walk:
         last = n == self.until
         if published is None and file is None and not last:
             return
-        self.digest = weights_digest(self.history.held.weights())
+        self.digest = self.history.held.digest(published)
         if published is not None:
             if n == 0 and published != self.digest:
                 raise BrokenHistory(
@@ -320,7 +320,7 @@ class _Walk:
         States of random number generators are left out, because no update draws from them.
         """
         derives = "base weights and tapes give"
-        found, taught = weights_digest(file.weights()), file.taught()
+        found, taught = weights_digest(file.weights(), self.digest), file.taught()
         if found != self.digest:
             sentence = f"the weights in {file.path} have digest {found}, {derives} {self.digest}"
             yield "checkpoint", sentence, self.digest, found

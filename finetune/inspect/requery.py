@@ -18,7 +18,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...agents.engines.embedded.pretrained import Pretrained, load_pretrained, load_weights, weights_digest
+from ...agents.engines.embedded.pretrained import (
+    Pretrained,
+    earlier_digest,
+    load_pretrained,
+    load_weights,
+    weights_digest,
+)
 from ...agents.setup.recorded_setup import recorded_rendering
 from ...agents.vision.vision import BadPlace, VideoTokens
 from ...tapes import Tape
@@ -51,6 +57,8 @@ class Policy:
     """Digest of the weights, as in the `publish` records of a run."""
     load: Callable[[], Pretrained] = field(repr=False)
     """Loads the model with these weights."""
+    version: str | None = None
+    """The version of a checkpoint, or None for a model folder."""
 
 
 class Policies:
@@ -82,6 +90,12 @@ class Policies:
             begun = [folder for name in self._begun if (folder := local_folder(name)) is not None]
             found += [_folder(folder, self._video) for folder in begun]
             self._known = {policy.digest: policy for policy in found}
+            missing = {name for name, one in self.digests.items() if one not in self._known}
+            for policy in found if missing else ():
+                if policy.version is None or policy.version in missing:
+                    # An earlier version of this package may have written its `publish` record or its checkpoint.
+                    state = policy.load().model.state_dict()
+                    self._known |= {earlier_digest(state): policy, weights_digest(state): policy}
         return self._known.get(digest) or f"no checkpoint holds the weights of version {version!r}"
 
     def loaded(self, policy: Policy) -> Pretrained:
@@ -106,7 +120,7 @@ def _checkpoint(one: Checkpoint, video: VideoTokens) -> Policy:
         load_weights(found.model, weights)
         return found
 
-    return Policy(str(one.path), str(one.state["digest"]), load)
+    return Policy(str(one.path), str(one.state["digest"]), load, one.state.get("version"))
 
 
 def _folder(path: Path, video: VideoTokens) -> Policy:

@@ -41,7 +41,6 @@ from ..trainer.checkpoint import (
     read_checkpoint,
     remove_partial,
     save_checkpoint,
-    weights_digest,
 )
 from ..trainer.reference import ServedTeacher
 from ..trainer.updates import PolicyTrainer, TrainerState, UpdateStats, together
@@ -161,7 +160,8 @@ class History:
         trainer = self.enter(plan.phase)
         trainer.version = self.version
         given = self.taught_rows(plan, batch)
-        compared = {name: str(other) for name, other in trainer.others.items()}  # their state before the update
+        # Before the update, because it may change the reference.
+        compared = trainer.compared({name: getattr(plan, name, None) for name in trainer.others})
         steps = list(
             trainer.updates(
                 given,
@@ -232,12 +232,12 @@ class History:
         """Return the weights, and the `publish` record for them. They are a copy, unless several processes share the
         weights (`Processes.weights`). Use them before the next update."""
         weights = self.held.weights(copied=True)
-        return weights, Publish(version=self.version, digest=weights_digest(weights), mode=mode, at=time.time())
+        return weights, Publish(version=self.version, digest=self.held.digest(), mode=mode, at=time.time())
 
     def record_version(self, mode: str) -> None:
         """Append a `publish` record for the current weights to the store, if the store has none for this version
         yet."""
-        # The store is checked first, because the digest needs a copy of the model.
+        # The store is checked first, because the digest reads all weights.
         if self.version not in self.store.published:
             self.store.append_layer(self.publish_record(mode)[1])
 
@@ -374,8 +374,7 @@ class History:
         slightly different weights, and tapes from both machines would count as sampled by one version.
         """
         recorded = self.store.published.get(self.version)
-        found = weights_digest(self.held.weights()) if recorded is not None else None
-        if recorded is not None and found != recorded.digest:
+        if recorded is not None and (found := self.held.digest(recorded.digest)) != recorded.digest:
             raise BrokenHistory(
                 f"version {self.version} was published with digest {recorded.digest}; "
                 f"the restored weights have {found}: the run was recorded on another machine or with "

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ...agents.engines.embedded.pretrained import load_pretrained, load_tokenizer, weights_digest
+from ...agents.engines.embedded.pretrained import load_pretrained, load_tokenizer
 from ...agents.engines.engine import CapableEngine, EngineError
 from ...agents.setup.engine_config import CustomConfig, ServerConfig, connect_to
 from ...tapes.common.run_async import run_async
@@ -26,7 +26,7 @@ from ..objective.recipe import Recipe
 from ..recipes import get_recipe
 from ..trainer.critic import Critic, CriticTrainer, Value
 from ..trainer.options import StepOptions, TrainerOptions
-from ..trainer.ranks import Ranks, Whole
+from ..trainer.ranks import Ranks, Whole, shared_digest
 from ..trainer.reference import EarlierWeights, OtherModel, ServedTeacher, trainable
 from ..trainer.trainer import Trainer
 from .policy import Policy, shared
@@ -242,14 +242,12 @@ def _plain_digest(model: nn.Module) -> str:
     the digest of the model before the adapters were added."""
     base: Any = getattr(model, "get_base_model", lambda: model)()
     state = Whole(base.state_dict())
-    return weights_digest(
-        Whole(
-            {
-                name.replace(".base_layer.", "."): tensor
-                for name, tensor in base.state_dict().items()
-                if ".lora_A." not in name and not (".lora_B." in name and not state[name].any())
-            }
-        )
+    return shared_digest(
+        {
+            name.replace(".base_layer.", "."): tensor
+            for name, tensor in base.state_dict().items()
+            if ".lora_A." not in name and not (".lora_B." in name and not state[name].any())
+        }
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import cast
 
 import torch
@@ -22,6 +23,7 @@ from ..loop.history import History
 from ..loop.loop_config import LoopConfig, WarmStartConfig
 from ..loop.player import Player
 from ..objective.recipe import Recipe
+from ..trainer.checkpoint import Digest
 from ..trainer.trainer import UpdateStats
 from .phases import Phases
 from .player_config import PlayerConfig, TrainedConfig
@@ -64,7 +66,7 @@ class Team:
         weights."""
         self.load_compared(loop, recipe)
         for name, phases in self._phases.items():
-            self._check_begun(run, name, weights_digest(phases.policy.model.state_dict()))
+            self._check_begun(run, name, phases.policy.weights.digest)
             self.policies[name] = policy = phases.policy.computing(phases.loop)
             self.histories[name] = policy.history(
                 run.store,
@@ -74,7 +76,7 @@ class Team:
                 loop,
             )
 
-    def _check_begun(self, run: RunDir, name: str, digest: str) -> None:
+    def _check_begun(self, run: RunDir, name: str, digest: Digest) -> None:
         own = run.results.players.setdefault(name, PlayerResults())
         check_begun(own, digest, run.path, self.folder(name))
 
@@ -124,7 +126,7 @@ class Team:
         try:
             for name, made in self.frozen.items():
                 if made.publish is not None:
-                    self._check_begun(run, name, made.publish.digest)
+                    self._check_begun(run, name, partial(weights_digest, made.weights))
                     run.store.record_weights(made.publish)
             yield
         finally:

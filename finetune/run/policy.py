@@ -30,7 +30,7 @@ from ...tapes.store.run_directory import PlayerResults, Results
 from ...tapes.store.store import Store
 from ..loop.history import BrokenHistory, History
 from ..loop.loop_config import LoopConfig
-from ..trainer.checkpoint import ModelWeights
+from ..trainer.checkpoint import Digest, ModelWeights
 from ..trainer.ranks import Ranks
 from ..trainer.updates import PolicyTrainer
 from .player_config import Frozen, TrainedConfig, TrainerConfig
@@ -227,13 +227,14 @@ def sampling_attention(attention: Attention | None) -> Attention | None:
     return attention if attention in (None, "eager") else "sdpa"
 
 
-def check_begun(results: Results | PlayerResults, digest: str, run: Path, folder: str) -> None:
+def check_begun(results: Results | PlayerResults, digest: Digest, run: Path, folder: str) -> None:
     """Raise BrokenHistory if the run did not begin with weights of this digest. In a new run, note the digest in
     `results`."""
+    found = digest(results.base)
     if results.base is None:
-        results.base = digest
-    if results.base != digest:
+        results.base = found
+    if results.base != found:
         raise BrokenHistory(
-            f"{run} began with weights of digest {results.base[:12]}; those in {folder} have {digest[:12]} now, so the "
+            f"{run} began with weights of digest {results.base[:12]}; those in {folder} have {found[:12]} now, so the "
             "run's updates don't apply to them: put the original model back"
         )

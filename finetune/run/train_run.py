@@ -28,7 +28,6 @@ from ...tapes.value import Value
 try:
     import torch
 
-    from ...agents.engines.embedded.pretrained import weights_digest
     from ...tapes.common.stats import mean_of
     from ..loop.history import History
     from ..loop.loop import check_recipe
@@ -162,7 +161,7 @@ def _lead(loaded: LoadedRun, out: Path, resume: bool, progress: Progress, on_epi
         with reporting(report):
             with directory.timed("total"), tracking(directory, config.trackers):
                 folder = str(config.engine.model)
-                check_begun(directory.results, weights_digest(loaded.policy.weights.weights()), out, folder)
+                check_begun(directory.results, loaded.policy.weights.digest, out, folder)
                 training = Training(loaded, directory, progress, on_episode)
                 try:
                     training.complete()

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 T = TypeVar("T")
+Digest = Callable[[str | None], str]
+"""Function that takes the recorded digest of some weights, and returns the digest that they have (`weights_digest`)."""
 STATE, TAUGHT = "state.json", "taught.jsonl"
 POLICY, TRAINER = "policy", "trainer"
 """Folders with the parts that several processes have written."""
@@ -97,15 +99,15 @@ class Checkpoint:
     def weights(self) -> dict[str, Tensor]:
         """Return the policy's parameters by name. Raises BadCheckpoint if their digest isn't the recorded one."""
         weights = read_parts(self.path / POLICY) if self.shared else self._load("policy.pt")
-        self.check(weights)
+        self.check(lambda recorded: weights_digest(weights, recorded))
         return weights
 
-    def check(self, weights: Mapping[str, Tensor]) -> None:
-        """Raise BadCheckpoint if the digest of `weights` isn't the recorded one."""
-        found = weights_digest(weights)
-        if found != self.state["digest"]:
+    def check(self, digest: Digest) -> None:
+        """Raise BadCheckpoint if the `digest` of weights isn't the recorded one."""
+        recorded = self.state["digest"]
+        if (found := digest(recorded)) != recorded:
             raise BadCheckpoint(
-                f"{self.path}: the weights have digest {found}, state.json says {self.state['digest']}: they were "
+                f"{self.path}: the weights have digest {found}, state.json says {recorded}: they were "
                 "changed or damaged; use another checkpoint"
             )
 
@@ -153,6 +155,10 @@ class ModelWeights:
     def weights(self, *, copied: bool = False) -> Mapping[str, Tensor]:
         """Return the current weights by name. Use `copied` if the model may change while they are used."""
         return copied_weights(self.model) if copied else self.model.state_dict()
+
+    def digest(self, recorded: str | None = None) -> str:
+        """Return the digest of the current weights (`weights_digest`)."""
+        return weights_digest(self.model.state_dict(keep_vars=True), recorded)
 
     def whole(self) -> nn.Module:
         """Return a copy of the model with the current weights."""
@@ -341,7 +347,7 @@ def save_checkpoint(
     partial = directory / f".{target.name}.{os.getpid()}{_PARTIAL}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    full = {**state, "update": update, "digest": weights_digest(held.weights())}
+    full = {**state, "update": update, "digest": held.digest()}
     if taught is not None:
         lines = "".join(json.dumps([tape, *pin]) + "\n" for tape, pin in taught.items()).encode()
         (partial / TAUGHT).write_bytes(lines)

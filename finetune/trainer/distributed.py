@@ -10,7 +10,7 @@ A share consists of whole groups, because advantages compare the attempts of a g
 for the same reason. Shares have similar numbers of tokens, and may be empty.
 
 If weights are sharded over the ranks, no rank holds the whole model. Rank 0 reads the weights one at a time, and each
-is gathered from all ranks when it is read (`GatheredWeights`).
+is gathered from all ranks when it is read (`GatheredWeights`). For a digest, each rank hashes its own rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 
-from ...agents.engines.embedded.pretrained import emptied, fill, quiet_transformers
+from ...agents.engines.embedded.pretrained import emptied, fill, quiet_transformers, weights_digest
 from ...agents.engines.weights.weight_sync import write_tensors
 from ...tapes.errors import UsageError
 from ..data.rows import Row
@@ -50,7 +50,7 @@ from .checkpoint import (
     taken_apart,
     write_parts,
 )
-from .ranks import DataParallelRanks, RankLost, Ranks, ShardedRanks, Whole
+from .ranks import DataParallelRanks, RankLost, Ranks, ShardedRanks, Whole, shared_digest
 from .trainer import Trainer
 from .updates import PolicyTrainer, Prepared, Skip, TrainerState, UpdateStats, imitation_part
 
@@ -134,6 +134,11 @@ class Processes(ModelWeights):
         read them before the next update. Only for rank 0."""
         return GatheredWeights(self) if self.ranks.sharded else super().weights(copied=copied)
 
+    def digest(self, recorded: str | None = None) -> str:
+        """Return the digest of the current weights. No weight is gathered, unless `recorded` is from an earlier
+        version. Only for rank 0."""
+        return cast(str, self.on_all("digest", recorded=recorded)) if self.shared else super().digest(recorded)
+
     def whole(self) -> nn.Module:
         """Return a copy of the model with the current weights. It is whole, and only on rank 0. Only for rank 0."""
         if self.empty is None:
@@ -177,9 +182,9 @@ class Processes(ModelWeights):
         if broken := self.damage(checkpoint):
             raise BadCheckpoint(broken[0])
         if not checkpoint.shared:
-            checkpoint.check(cast("dict[str, Tensor]", checkpoint.mapped("policy.pt")))
+            checkpoint.check(partial(weights_digest, cast("dict[str, Tensor]", checkpoint.mapped("policy.pt"))))
         self.on_all("read", checkpoint=checkpoint)
-        checkpoint.check(self.weights())
+        checkpoint.check(self.digest)
 
     def damage(self, checkpoint: Checkpoint) -> list[str]:
         """Return a sentence for each damaged piece of a tensor. Each rank checks a share of the files. Only for rank
@@ -303,6 +308,12 @@ class Processes(ModelWeights):
             of = {p: self.member.averaged[name] for name, p in self.member.parameters.items()}
             own = cast(Tensor, of.get(own, own))
         return Whole({name: own})[name].detach()
+
+    def _digest(self, recorded: str | None) -> str:
+        return shared_digest(self._named, recorded)
+
+    def _compared(self, recorded: Mapping[str, str | None]) -> dict[str, str]:
+        return self.member.compared(recorded)
 
     def _save(self, folder: Path) -> object:
         write_parts(folder / POLICY, self._named, self.ranks.group)
@@ -501,6 +512,12 @@ class DistributedTrainer(PolicyTrainer):
 
     def end_update(self) -> None:
         self._processes.on_all("end_update")
+
+    def compared(self, recorded: Mapping[str, str | None]) -> dict[str, str]:
+        if not any(recorded.values()):
+            return super().compared(recorded)
+        # A digest of an earlier version is compared by all ranks together.
+        return cast("dict[str, str]", self._processes.on_all("compared", recorded=recorded))
 
     def state_dict(self) -> TrainerState:
         return cast(TrainerState, self._processes.on_all("state"))

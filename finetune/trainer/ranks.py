@@ -29,12 +29,13 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ...agents.engines.embedded.pretrained import fill
+from ...agents.engines.embedded.pretrained import DIGEST_BYTES, fill, in_rows, piece_digests, weights_digest
 from ...tapes.errors import TapereelError
 from ..objective import Sums
 from .micro_batches import Micro
@@ -349,6 +350,31 @@ class Whole(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._state)
+
+
+def shared_digest(state: Mapping[str, Tensor], recorded: str | None = None) -> str:
+    """Return `weights_digest(state, recorded)`. If weights are sharded, each rank hashes its own rows, and only the
+    digests of the rows are gathered. All ranks must call this together."""
+    return weights_digest(state, recorded, pieces=_pieces, whole=_whole)
+
+
+def _pieces(tensor: Tensor) -> bytes:
+    """Return `piece_digests` of a tensor that may be sharded. It is gathered if it is a single piece, or if a rank has
+    parts of rows."""
+    if not isinstance(tensor, DTensor):
+        return piece_digests(tensor)
+    by_rows = all(one.is_replicate() or (type(one) is Shard and one.dim == 0) for one in tensor.placements)
+    if not (by_rows and in_rows(tensor)):
+        return piece_digests(tensor.full_tensor())
+    own = np.frombuffer(bytearray(piece_digests(tensor.to_local())), np.uint8).reshape(-1, DIGEST_BYTES)
+    digests = DTensor.from_local(
+        torch.from_numpy(own).to(tensor.device),
+        tensor.device_mesh,
+        tensor.placements,
+        shape=torch.Size((len(tensor), DIGEST_BYTES)),
+        stride=(DIGEST_BYTES, 1),
+    )
+    return digests.full_tensor().cpu().numpy().tobytes()
 
 
 class _Root(nn.Module):

@@ -17,13 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ...agents.engines.embedded.pretrained import weights_digest
 from ...agents.vision.vision import Vision
 from ...tapes.places import keys
 from ...tapes.store.disk import REAL, put_file, read_file
 from ..data.rows import Row
 from ..data.stream import BadBatch
-from .ranks import Ranks, Whole
+from .ranks import Ranks, shared_digest
 
 
 class OtherModel:
@@ -34,10 +33,27 @@ class OtherModel:
 
     def __init__(self, model: nn.Module, name: str = "another model", vision: Vision | None = None) -> None:
         self.model, self.name, self.vision = model.eval(), name, vision
-        self.digest = weights_digest(Whole(model.state_dict()))
+        self.digest = shared_digest(self.weights())
 
     def __str__(self) -> str:
         return f"{self.name} sha256:{self.digest}"
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the weights of this model. They may be sharded."""
+        return self.model.state_dict(keep_vars=True)
+
+    def has(self, digest: str) -> bool:
+        """Return whether the weights have this recorded digest. If an earlier version recorded it, it replaces
+        `self.digest`, so that the run's records agree."""
+        if digest != self.digest:
+            self.digest = shared_digest(self.weights(), digest)
+        return digest == self.digest
+
+    def described(self, recorded: str | None) -> str:
+        """Return name and digest. If they were `recorded` for the same weights, the digest is the recorded one."""
+        if recorded is not None:
+            self.has(recorded.rpartition("sha256:")[2])
+        return str(self)
 
     def logprobs(self, rows: Sequence[Row], score: Callable[[nn.Module], Tensor]) -> Tensor:
         """Return this model's log-probs (T,) of the own tokens of `rows`. `score(model)` computes them with a given
@@ -53,7 +69,7 @@ class OtherModel:
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue from a `state_dict()`. Raises BadBatch if the state comes from another model."""
-        if state["digest"] != self.digest:
+        if not self.has(cast(str, state["digest"])):
             raise BadBatch(
                 f"the checkpoint was compared with weights of digest {state['digest']}, and here it is {self}: put the "
                 "recorded model back"
@@ -68,6 +84,9 @@ class ServedTeacher(OtherModel):
         self.model, self.name, self.ask = nn.Module(), name, ask
         self.digest = ""
         """Digest of the log-probs that `said` returned last."""
+
+    def has(self, digest: str) -> bool:
+        return digest == self.digest
 
     def logprobs(self, rows: Sequence[Row], score: Callable[[nn.Module], Tensor]) -> Tensor:
         return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *(_known(row.teacher) for row in rows)]))
@@ -130,6 +149,9 @@ class EarlierWeights(OtherModel):
         self._weights = {key: p.detach().clone() for key, p in self._policy.items()}
         self.load_state_dict({"weights": self._weights if weights is None else weights, "updates": 0})
 
+    def weights(self) -> Mapping[str, Tensor]:
+        return self._weights
+
     def logprobs(self, rows: Sequence[Row], score: Callable[[nn.Module], Tensor]) -> Tensor:
         self._exchange()
         try:
@@ -152,7 +174,7 @@ class EarlierWeights(OtherModel):
         if self.every is not None and self.updates % self.every == 0:
             for key, p in self._policy.items():
                 self._weights[key].lerp_(p, 1 - self.decay)
-            self.digest = weights_digest(Whole(self._weights))
+            self.digest = shared_digest(self._weights)
 
     def state_dict(self) -> dict[str, object]:
         return {"weights": dict(self._weights), "updates": self.updates}
@@ -162,7 +184,7 @@ class EarlierWeights(OtherModel):
         for key, tensor in self.ranks.part(weights, self._weights).items():
             self._weights[key].copy_(tensor)
         self.updates = cast(int, state["updates"])
-        self.digest = weights_digest(Whole(self._weights))
+        self.digest = shared_digest(self._weights)
 
 
 def _known(column: NDArray[np.float32] | None) -> NDArray[np.float32]:

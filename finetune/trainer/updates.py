@@ -205,6 +205,11 @@ class PolicyTrainer(ABC):
     def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
         """Take one optimiser step on a prepared batch. `episodes`, a bool mask (E,), limits it to these episodes."""
 
+    def compared(self, recorded: Mapping[str, str | None]) -> dict[str, str]:
+        """Return name and digest of the reference and the teacher. `recorded` has those in the record of an update that
+        is applied again (see `OtherModel.described`)."""
+        return {name: other.described(recorded.get(name)) for name, other in self.others.items()}
+
     @abstractmethod
     def end_update(self) -> None:
         """Finish an update, after all of its steps: a reference that follows the policy is changed now."""

@@ -9,7 +9,7 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,10 @@ Dtype = Literal["float32", "bfloat16"]
 """The dtype of a model's weights."""
 ADAPTERS = "adapter_config.json"
 """Name of the file in which peft stores the settings of adapters, including the name of their base model."""
+
+
+DIGEST_BYTES = 32
+"""Length of a SHA-256 digest."""
 
 
 ModelT = TypeVar("ModelT", bound="torch.nn.Module")
@@ -434,18 +438,78 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
         raise UsageError(f"the configuration of the model in {folder} can't be read: {_line(error)}") from error
 
 
-def weights_digest(state: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 (hex) over all weights, with their names, dtypes, shapes and bytes. A tied weight is included
-    once for each of its names."""
-    import torch
+def piece_digests(tensor: Tensor) -> bytes:
+    """Return the SHA-256 of each piece of a tensor, joined. The pieces are its rows along dimension 0, so that each
+    process can hash the rows that it holds. A tensor with short rows is a single piece (`in_rows`)."""
+    data, row = _bytes(tensor), _row_bytes(tensor)
+    if not in_rows(tensor):
+        return hashlib.sha256(data).digest()
+    return b"".join([hashlib.sha256(data[at : at + row]).digest() for at in range(0, len(data), row)])
+
+
+def in_rows(tensor: Tensor) -> bool:
+    """Return whether each row is a piece. It isn't if it is shorter than its digest, as the numbers of a vector."""
+    return _row_bytes(tensor) >= DIGEST_BYTES
+
+
+def weights_digest(
+    state: Mapping[str, Tensor],
+    recorded: str | None = None,
+    *,
+    pieces: Callable[[Tensor], bytes] = piece_digests,
+    whole: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> str:
+    """Return the digest (hex) of all weights: the SHA-256 over `name|` and the digest of each tensor, in the order of
+    the names.
+
+    The digest of a tensor is the SHA-256 over `dtype|shape|` and its `piece_digests`. A tied weight is included once
+    for each of its names. If the names have the same tensor object (`keep_vars`), it is hashed once.
+
+    `recorded` is the digest that a run recorded. An earlier version may have recorded the `earlier_digest`. If it did,
+    and the weights have it, it is returned. For sharded weights, `pieces` and `whole` gather a tensor's digests, and
+    the tensor itself (`shared_digest`).
+    """
+    found = _root(state, pieces)
+    if recorded in (None, found):
+        return found
+    return recorded if recorded == earlier_digest(state, whole) else found
+
+
+def _root(state: Mapping[str, Tensor], pieces: Callable[[Tensor], bytes]) -> str:
+    from torch.utils.weak import WeakTensorKeyDictionary
 
     # The weights are sorted by name, because the order of a state dict depends on how the model was built.
+    root, known = hashlib.sha256(), WeakTensorKeyDictionary()
+    for name in sorted(state):
+        tensor = state[name]
+        if tensor not in known:
+            known[tensor] = hashlib.sha256(_about(tensor) + pieces(tensor)).digest()
+        root.update(f"{name}|".encode() + known[tensor])
+    return root.hexdigest()
+
+
+def earlier_digest(state: Mapping[str, Tensor], whole: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> str:
+    """Return the digest that earlier versions recorded: one SHA-256 over the names, dtypes, shapes and bytes."""
     digest = hashlib.sha256()
     for name in sorted(state):
-        tensor = state[name].detach().cpu().contiguous()
-        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        tensor = state[name]
+        digest.update(f"{name}|".encode() + _about(tensor))
+        digest.update(_bytes(whole(tensor)))
     return digest.hexdigest()
+
+
+def _about(tensor: Tensor) -> bytes:
+    return f"{tensor.dtype}|{tuple(tensor.shape)}|".encode()
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    return tensor.shape[1:].numel() * tensor.element_size()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    import torch
+
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from tapereel.finetune.trainer.reference import EarlierWeights
 from tapereel.finetune.trainer.trainer import Trainer
 
 from ..build import tiny_model
-from .two_ranks import cut_off, held, own_critic, three_groups
+from .two_ranks import cut_off, held, odd_digests, own_critic, three_groups
 
 UPDATES, CUT = 20, 10
 RECIPE = {"regulariser": [{"kind": "kl", "beta": 0.1}]}
@@ -49,7 +49,7 @@ def trained(ranks: Ranks, folder: Path, resumed: Path | None = None, *, save: bo
 
     processes = Processes(ranks, model, build)
     if ranks.rank:
-        processes.follow()
+        digest = processes.follow()
     else:
         with processes.leading():
             done = 0
@@ -65,11 +65,13 @@ def trained(ranks: Ranks, folder: Path, resumed: Path | None = None, *, save: bo
                     state = {} if processes.shared else trainer.state_dict()
                     save_checkpoint(folder, model, state, {}, update=update, held=processes)
                 assert all(stats.applied for stats in trainer.updates(rows, episodes))
-        processes.finish(None)
+            digest = processes.digest()
+        processes.finish(digest)
     member = processes.member
     return {
         "weights": ranks.whole(dict(model.state_dict())),
         "state": member.state_dict(),
+        "digest": digest,
         "held": held(processes),
         "critic": sum(p.numel() for p in (q.to_local() if ranks.sharded else q for q in _own(member))),  # type: ignore[operator]
     }
@@ -87,7 +89,7 @@ def main(rank: int, size: int, folder: Path, resumed: Path | None) -> None:
         "gloo", init_method=meet, rank=rank, world_size=size, timeout=timedelta(seconds=200)
     )
     found = trained(ShardedRanks(), folder, resumed, save=resumed is None)
-    torch.save(found, folder / f"rank{rank}.pt")
+    torch.save({**found, "digests": odd_digests()}, folder / f"rank{rank}.pt")
     torch.distributed.destroy_process_group()
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tapereel.agents.engines.embedded.pretrained import weights_digest
 from tapereel.finetune.trainer.checkpoint import read_checkpoint
 from tapereel.finetune.trainer.ranks import Ranks
 
 from .parts import CUT, trained
-from .test_ranks import same
+from .test_ranks import check_digests, same
 
 pytestmark = [pytest.mark.kill, pytest.mark.timeout(900)]
 
@@ -44,6 +45,8 @@ def test_any_number_of_processes_trains_saves_and_continues_what_one_does(tmp_pa
         assert all(one["held"] < 1 / size + 0.1 for one in found)
         for one in found:
             same(one["weights"], alone["weights"], f"{size}")
+            assert one["digest"] == weights_digest(one["weights"])
+            check_digests(one["digests"])
     one, four = (read_checkpoint(made[size]) for size in (1, 4))
     same(four.weights(), one.weights(), "weights of four, read by one")
     same(four.trainer_state(), one.trainer_state(), "state of four, read by one")
@@ -53,3 +56,5 @@ def test_any_number_of_processes_trains_saves_and_continues_what_one_does(tmp_pa
     for before, size in ((4, 2), (4, 3), (1, 2)):
         for found in ranks(size, tmp_path / f"{before} to {size}", made[before]):
             same(found["weights"], alone["weights"], f"{before} then {size}")
+            assert found["digest"] == weights_digest(found["weights"])
+            check_digests(found["digests"])

@@ -18,6 +18,8 @@ from tapereel.finetune.trainer.logprobs import forward
 from tapereel.finetune.trainer.micro_batches import Micro
 from tapereel.finetune.trainer.ranks import DataParallelRanks, Ranks
 
+from ...agents.engines.embedded.odd_weights import odd_weights
+from ...oracles import weights_digest as slow
 from ..build import episode, mixture, row, tiny_model
 from .seen import pretrained
 from .sequence_ranks import CASES as TOGETHER
@@ -159,7 +161,7 @@ def test_several_processes_give_the_account_that_one_process_gives(found, kind: 
     lead, follower = (found[f"{kind} shared"][rank][case.name] for rank in (0, 1))
     for one in (lead, alone):  # a rank counts by the reason it knows
         one["state"]["skips"] = sum(one["state"]["skips"].values())
-    assert lead["reads them"]
+    assert lead["hashes"] == [True, True, True, []], "no weight with rows is gathered"
     assert alone.pop("held") == 1
     parts = lead.pop("held"), follower["held"]
     assert parts == ((1, 1) if kind == "group" else pytest.approx((0.5, 0.5), abs=0.05))
@@ -167,6 +169,21 @@ def test_several_processes_give_the_account_that_one_process_gives(found, kind: 
     same(lead, alone, case.name, atol=1e-10)
     assert follower["steps"] == len(lead["steps"])
     same(follower["weights"], alone["weights"], "the other's weights", atol=1e-10)
+
+
+def check_digests(found: dict[str, Any]) -> None:
+    """The digests of `odd_digests`, by some number of ranks."""
+    state = odd_weights(float8=False)
+    assert found["rows"] == found["columns"] == found["copies"] == slow.today(state)
+    assert found["gathered"] == []
+    assert found["earlier"] == slow.earlier(state)
+    state["bfloat16"].view(torch.uint8)[-1, -1] ^= 1
+    assert found["flipped"] == found["flipped and earlier"] == slow.today(state) != found["rows"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_hashes_its_rows(found, rank: int):
+    check_digests(found["digests"][rank])
 
 
 @pytest.mark.ledger("T50")

@@ -12,16 +12,19 @@ import copy
 import math
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tapereel.agents.engines.embedded.pretrained import weights_digest
+from tapereel.agents.engines.embedded.pretrained import earlier_digest, in_rows, weights_digest
 from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import Episode
 from tapereel.finetune.recipes import get_recipe
@@ -29,11 +32,12 @@ from tapereel.finetune.run.policy import freeze
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.distributed import Processes
 from tapereel.finetune.trainer.options import StepOptions, TrainerOptions
-from tapereel.finetune.trainer.ranks import DataParallelRanks, Ranks, ShardedRanks
+from tapereel.finetune.trainer.ranks import DataParallelRanks, Ranks, ShardedRanks, shared_digest
 from tapereel.finetune.trainer.reference import EarlierWeights
 from tapereel.finetune.trainer.trainer import Trainer, UpdateStats
 from tapereel.tapes.records import Status
 
+from ...agents.engines.embedded.odd_weights import odd_weights
 from ..build import batch, mixture, tiny_model
 from .seen import png, pretrained, sampled, shown
 from .sequence_ranks import CASES as TOGETHER
@@ -234,12 +238,16 @@ def led(case: SharedCase, ranks: Ranks) -> dict[str, Any]:
                 demonstrations=shown,
             )
             state = trainer.state_dict()
-        read = weights_digest(processes.weights())
+        with gathering() as gathered:
+            hashed = processes.digest()
+        weights = processes.weights()
+        earlier = earlier_digest(weights)
+        known = [processes.digest(earlier) == earlier, processes.digest("0" * 64) == hashed]
     processes.finish(len(steps))
     weights = ranks.whole(dict(model.state_dict()))
     return {
         "held": held(processes),
-        "reads them": read == weights_digest(weights),
+        "hashes": [*known, hashed == weights_digest(weights), gathered],
         "steps": [
             [
                 s.skipped,
@@ -257,6 +265,45 @@ def led(case: SharedCase, ranks: Ranks) -> dict[str, Any]:
         "weights": weights,
         "state": state,
     }
+
+
+@contextmanager
+def gathering() -> Iterator[list[tuple[int, ...]]]:
+    """Yield the shapes of the weights with rows that this process gathers in the block."""
+    gathered: list[tuple[int, ...]] = []
+    gather = DTensor.full_tensor
+
+    def noting(tensor: DTensor, **more: Any) -> torch.Tensor:
+        if in_rows(tensor) and (tensor.dtype, tensor.shape[1:]) != (torch.uint8, (32,)):
+            gathered.append(tuple(tensor.shape))
+        return gather(tensor, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "full_tensor", noting)
+        yield gathered
+
+
+def odd_digests() -> dict[str, Any]:
+    """The digests that this group computes of `odd_weights`, spread over its ranks in several ways."""
+    mesh = DeviceMesh.from_group(cast(Any, torch.distributed.group.WORLD), "cpu")
+    state = odd_weights(float8=False)
+
+    def spread(placement: Any) -> dict[str, torch.Tensor]:
+        return {
+            name: distribute_tensor(tensor, mesh, [placement(tensor)], src_data_rank=None)
+            for name, tensor in state.items()
+        }
+
+    rows = {**spread(lambda tensor: Shard(0) if tensor.dim() else Replicate()), "number": state["number"]}
+    with gathering() as gathered:
+        found: dict[str, Any] = {"rows": shared_digest(rows), "gathered": gathered}
+    found["earlier"] = shared_digest(rows, earlier_digest(state))
+    found["columns"] = shared_digest(spread(lambda tensor: Shard(tensor.dim() - 1) if tensor.dim() else Replicate()))
+    found["copies"] = shared_digest(spread(lambda _: Replicate()))
+    own = cast(DTensor, rows["bfloat16"]).to_local()
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        own.view(torch.uint8)[-1, -1] ^= 1
+    return {**found, "flipped": shared_digest(rows), "flipped and earlier": shared_digest(rows, found["earlier"])}
 
 
 def held(processes: Processes) -> float:
@@ -343,6 +390,7 @@ def main(rank: int, folder: str) -> None:
         found[f"{kind} shared"] = {case.name: led(case, make()) for case in SHARED}
         found[f"{kind} seen"] = {case: seen(case, make()) for case in SEEN}
     found["together"] = outcomes((2,), [case for case in TOGETHER if case.quick])
+    found["digests"] = odd_digests()
     torch.save(found, f"{folder}/rank{rank}.pt")
     torch.distributed.destroy_process_group()
 
