@@ -1,10 +1,10 @@
 """Data-parallel training. Rank 0 rolls out, records and decides, and every rank computes its share of each update.
 
-Rank 0 runs the training loop and is the only rank that touches the run directory. Its trainer, a `DistributedTrainer`,
-broadcasts each call to all ranks. Every rank runs the call on its share of the episodes, and the trainer joins the
-results. The other ranks wait for calls in `Processes.follow`, which returns when rank 0 finishes and raises an error if
-rank 0 is lost. Rollouts may take longer than the time limit of a collective operation. So between two calls the other
-ranks rest: they poll the group's store until rank 0 wakes them.
+Rank 0 runs the training loop and is the only rank that reads tapes. Its trainer, a `DistributedTrainer`, broadcasts
+each call, and sends each rank the rows and episodes of its own share. Every rank runs the call on its share, and rank 0
+joins the results. The other ranks wait for calls in `Processes.follow`, which returns when rank 0 finishes and raises
+an error if rank 0 is lost. Rollouts may take longer than the time limit of a collective operation. So between two calls
+the other ranks rest: they poll the group's store until rank 0 wakes them.
 
 A share consists of whole groups, because advantages compare the attempts of a group. Forks of one turn stay together
 for the same reason. Shares have similar numbers of tokens, and may be empty.
@@ -54,9 +54,11 @@ from .ranks import DataParallelRanks, RankLost, Ranks, ShardedRanks, Whole, shar
 from .trainer import Trainer
 from .updates import PolicyTrainer, Prepared, Skip, TrainerState, UpdateStats, imitation_part
 
-_Share = tuple[Tensor, Tensor, Sums, float, dict[str, float], Skip | None]
-"""One rank's result of a step: the positions of its tokens in the whole stream, their weights, the metrics, the loss,
-the parts of the loss, and the reason for a skip."""
+_Share = tuple[Sequence[Row], Sequence[Episode], Sequence[int], Sequence[Row]]
+"""The rows and episodes of one share, the number of its episodes in each rollout batch, and its demonstrations."""
+_Result = tuple[Tensor, Sums, float, dict[str, float], Skip | None]
+"""One share's result of a step: the weights of its tokens, the metrics, the loss, the parts of the loss, and the reason
+for a skip."""
 T = TypeVar("T")
 BEAT, POLL, SILENCE = 1.0, 0.1, 60.0
 """Seconds between two signs of life by rank 0, between two polls of a rank that rests, and without a sign of life until
@@ -118,10 +120,6 @@ class Processes(ModelWeights):
         """This rank's own trainer."""
         self.held: Prepared
         """This rank's share of the most recently prepared batch."""
-        self.mine = torch.zeros(0, dtype=torch.int64)
-        """Indices of this rank's episodes in the most recently prepared batch."""
-        self.places = torch.zeros(0, dtype=torch.int64)
-        """Positions of this rank's tokens in the stream of the most recently prepared batch."""
         self._busy = False
         self._lock = threading.Lock()
         self._resting: str | None = None
@@ -203,12 +201,13 @@ class Processes(ModelWeights):
         self.on_all("enter", phase=phase)
         return DistributedTrainer(self) if self.ranks.size > 1 else self.member
 
-    def on_all(self, command: str, **arguments: object) -> object:
-        """Run one command on every rank and return this rank's result. Only for rank 0."""
+    def on_all(self, command: str, shares: Sequence[object] | None = None, **arguments: object) -> object:
+        """Run one command on every rank and return this rank's result. All ranks get the `arguments`. If the command
+        takes `shares`, one for each share of the rows, each rank gets only its own. Only for rank 0."""
         with self._lock:  # commands may come from several threads
             self._busy = True
             self._tell(command, arguments)
-            found = self._run(command, arguments)
+            found = self._run(command, arguments if shares is None else {**arguments, "shares": shares})
             self._busy = False
             return found
 
@@ -324,7 +323,7 @@ class Processes(ModelWeights):
         return rest
 
     def _damage(self, checkpoint: Checkpoint) -> list[str]:
-        found = self.ranks.all_gather(checkpoint.damage(self.ranks.rank, self.ranks.size))
+        found = self.ranks.gather(checkpoint.damage(self.ranks.rank, self.ranks.size))
         return [sentence for own in found for sentence in own]
 
     def _read(self, checkpoint: Checkpoint) -> None:
@@ -349,46 +348,23 @@ class Processes(ModelWeights):
         return self.ranks.run(self.model, partial(function, self.model, **arguments))
 
     def _prepare(
-        self,
-        rows: Sequence[Row],
-        episodes: Sequence[Episode],
-        several: bool,
-        batches: Sequence[int],
-        demonstrations: Sequence[Row],
-        version: str | None,
-    ) -> list[tuple[Tensor, dict[str, Tensor | None]]]:
-        """Compute the advantages of this rank's share.
-
-        Return the results of all ranks: the positions of a rank's tokens in the stream of the whole batch, and the
-        columns for these tokens.
-        """
-        own = share(rows, episodes, self.ranks.shares)[self.ranks.share]
-        names = {episodes[i].tape for i in own}
-        self.mine = torch.tensor(own, dtype=torch.int64)
-        self.places = _places(rows, names)
+        self, several: bool, version: str | None, shares: Sequence[_Share] | None = None
+    ) -> list[dict[str, Tensor | None]]:
+        """Compute the advantages of this rank's share. Return the columns that each share computed for its tokens."""
+        rows, episodes, batches, demonstrations = self.ranks.scatter(shares)
         self.member.version = version
-        self.held = self.member.prepare(
-            [row for row in rows if row.taught_by in names],
-            [episodes[i] for i in own],
-            several=several,
-            batches=_sizes(batches, own),
-            demonstrations=self._own_demonstrations(demonstrations),
-        )
+        self.held = self.member.prepare(rows, episodes, several=several, batches=batches, demonstrations=demonstrations)
         columns = ("advantage", "entered", "selected", "target")
-        return self.ranks.all_gather((self.places, {name: getattr(self.held.batch, name) for name in columns}))
+        return self.ranks.gather({name: getattr(self.held.batch, name) for name in columns})
 
-    def _own_demonstrations(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Return the demonstrations that this rank trains on. They are whole tapes."""
-        tapes = set(list(dict.fromkeys(row.tape for row in rows))[self.ranks.share :: self.ranks.shares])
-        return [row for row in rows if row.tape in tapes]
-
-    def _step(self, episodes: Tensor | None, demonstrations: Sequence[Row]) -> tuple[UpdateStats, list[_Share]]:
-        """Take one optimiser step. Return this rank's statistics, and the results of all ranks in order."""
-        own = self.member.demonstrations_of(self._own_demonstrations(demonstrations))
-        held = replace(self.held, demonstrations=own)
-        stats = self.member.step(held, episodes=None if episodes is None else episodes[self.mine])
-        result = (self.places, stats.weight, stats.sums, stats.loss, stats.parts, stats.skipped)
-        return stats, self.ranks.all_gather(result)
+    def _step(
+        self, shares: Sequence[tuple[Tensor | None, Sequence[Row]]] | None = None
+    ) -> tuple[UpdateStats, list[_Result]]:
+        """Take one optimiser step. Return this rank's statistics, and the results of all shares in order."""
+        episodes, demonstrations = self.ranks.scatter(shares)
+        held = replace(self.held, demonstrations=self.member.demonstrations_of(demonstrations))
+        stats = self.member.step(held, episodes=episodes)
+        return stats, self.ranks.gather((stats.weight, stats.sums, stats.loss, stats.parts, stats.skipped))
 
     def _end_update(self) -> None:
         self.member.end_update()
@@ -429,6 +405,10 @@ class GatheredWeights(Mapping[str, Tensor]):
 class _WholeBatch(Prepared):
     """A batch on rank 0. Each rank holds its share of it."""
 
+    owned: Sequence[Sequence[int]]
+    """Indices of each share's episodes."""
+    places: Sequence[Tensor]
+    """Positions of each share's tokens in the stream."""
     number: int
     """How many batches the trainer had prepared with this one. The ranks hold only the latest batch."""
 
@@ -458,13 +438,23 @@ class DistributedTrainer(PolicyTrainer):
     ) -> Prepared:
         """Prepare a batch (see `Trainer.prepare`). The ranks keep their shares until the next call."""
         stream = Stream.of(rows, episodes)
-        rows, demonstrations = with_files(rows), with_files(demonstrations)
-        given = {"several": several, "batches": batches, "demonstrations": demonstrations, "version": self.version}
-        shares = self._processes.on_all("prepare", rows=rows, episodes=episodes, **given)
-        found = cast("list[tuple[Tensor, dict[str, Any]]]", shares)
+        owned = share(rows, episodes, self.ranks.shares)
+        names = [{episodes[k].tape for k in own} for own in owned]
+        places = [_places(rows, tapes) for tapes in names]
+        shares = [
+            (
+                with_files([row for row in rows if row.taught_by in tapes]),
+                [episodes[k] for k in own],
+                _sizes(batches, own),
+                shown,
+            )
+            for own, tapes, shown in zip(owned, names, self._imitated(demonstrations), strict=True)
+        ]
+        done = self._processes.on_all("prepare", shares, several=several, version=self.version)
+        found = cast("list[dict[str, Any]]", done)
         columns: dict[str, Any] = {
-            name: None if first is None else _joined(len(stream), first.dtype, [(p, c[name]) for p, c in found])
-            for name, first in found[0][1].items()
+            name: None if first is None else _joined(len(stream), first.dtype, places, [one[name] for one in found])
+            for name, first in found[0].items()
         }
         self._number += 1
         return _WholeBatch(
@@ -472,8 +462,16 @@ class DistributedTrainer(PolicyTrainer):
             batch=objective.Batch(recipe=self.recipe, stream=stream, **columns),
             sums=Sums(),
             demonstrations=self.demonstrations_of(demonstrations),
+            owned=owned,
+            places=places,
             number=self._number,
         )
+
+    def _imitated(self, rows: Sequence[Row]) -> list[Sequence[Row]]:
+        """Return the demonstrations that each share trains on. They are whole tapes."""
+        tapes, shares = list(dict.fromkeys(row.tape for row in rows)), self.ranks.shares
+        names = [set(tapes[k::shares]) for k in range(shares)]
+        return [with_files([row for row in rows if row.tape in own]) for own in names]
 
     def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
         """Return all demonstrations, with the weight of each token's loss. The ranks compute the same weights, because
@@ -486,22 +484,24 @@ class DistributedTrainer(PolicyTrainer):
             raise BadBatch(
                 "the ranks hold only the batch that was prepared last, and this is another one: prepare it again"
             )
-        imitated = with_files(prepared.demonstrations[0]) if prepared.demonstrations is not None else ()
-        done = self._processes.on_all("step", episodes=episodes, demonstrations=imitated)
-        stats, found = cast("tuple[UpdateStats, list[_Share]]", done)
+        imitated = self._imitated(prepared.demonstrations[0] if prepared.demonstrations is not None else ())
+        masks = [None if episodes is None else episodes[list(own)] for own in prepared.owned]
+        done = self._processes.on_all("step", list(zip(masks, imitated, strict=True)))
+        stats, found = cast("tuple[UpdateStats, list[_Result]]", done)
         self.steps = self._member.steps
         sums = Sums()
         parts: dict[str, float] = {}
-        for _, _, theirs, _, terms, _ in found:
+        for _, theirs, _, terms, _ in found:
             sums.merge(theirs)
             parts.update((name, parts.get(name, 0.0) + term) for name, term in terms.items())
-        weight = _joined(len(prepared.batch.stream), torch.float64, [(share[0], share[1]) for share in found])
+        weights = [result[0] for result in found]
+        weight = _joined(len(prepared.batch.stream), torch.float64, prepared.places, weights)
         # Only the rank that met the bad number knows the reason. The others report "another rank".
         reasons = [reason for *_, reason in found if reason not in (None, "another rank")]
         return replace(
             stats,
             skipped=None if stats.skipped is None else (reasons or [stats.skipped])[0],
-            loss=sum(share[3] for share in found),
+            loss=sum(result[2] for result in found),
             parts=parts,
             sums=sums,
             stream=prepared.batch.stream,
@@ -555,8 +555,8 @@ def share(rows: Sequence[Row], episodes: Sequence[Episode], parts: int) -> list[
     """Split the episodes into `parts` parts, and return the indices of each part's episodes in order.
 
     The episodes of a group and the forks of one turn stay together, as a family. Families are assigned from the largest
-    to the smallest, each to the part with the fewest tokens so far. Every rank computes the split by itself and must
-    get the same result, so ties are broken by number.
+    to the smallest, each to the part with the fewest tokens so far. Ties are broken by number, so that an update
+    that is applied again has the same split.
     """
     family = _families(episodes)
     index = {episode.tape: k for k, episode in enumerate(episodes)}
@@ -604,9 +604,9 @@ def _places(rows: Sequence[Row], tapes: set[str]) -> Tensor:
     return torch.cat(mine).nonzero()[:, 0] if mine else torch.zeros(0, dtype=torch.int64)
 
 
-def _joined(n: int, dtype: torch.dtype, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Join the parts of all ranks into one column (n,), each part at its positions. Parts don't overlap."""
+def _joined(n: int, dtype: torch.dtype, places: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
+    """Join the parts of all shares into one column (n,), each part at its places. Parts don't overlap."""
     out = torch.zeros(n, dtype=dtype)
-    for places, column in parts:
-        out[places] = column
+    for at, part in zip(places, parts, strict=True):
+        out[at] = part
     return out

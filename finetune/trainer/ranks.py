@@ -37,7 +37,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ...agents.engines.embedded.pretrained import DIGEST_BYTES, fill, in_rows, piece_digests, weights_digest
 from ...tapes.errors import TapereelError
-from ..objective import Sums
 from .micro_batches import Micro
 from .sequence_parallel import SequenceRanks, register
 
@@ -117,14 +116,17 @@ class Ranks:
         this norm."""
         return _whole(nn.utils.clip_grad_norm_(parameters, bound or float("inf"))).item()
 
-    def gather(self, sums: Sums) -> Sums:
-        """Return the merged metrics of all shares."""
-        return sums
-
-    def all_gather(self, value: T) -> list[T]:
-        """Return one value for each share of the rows, in order. With `sequence_parallel`, it comes from a rank with
-        the same place as this one among those that have the share."""
+    def gather(self, value: T) -> list[T]:
+        """Return one value for each share of the rows, in order, on the ranks that have share 0. On the other ranks,
+        the list is empty. With `sequence_parallel`, a value comes from the rank with the same place as this one among
+        those that have the share."""
         return [value]
+
+    def scatter(self, values: Sequence[T] | None = None) -> T:
+        """Return this rank's value. Rank 0 passes one value for each share of the rows, and the other ranks pass
+        None."""
+        assert values is not None, "a single process is rank 0"
+        return values[0]
 
     def broadcast(self, value: object = None) -> object:
         """Return rank 0's `value` on every rank."""
@@ -220,17 +222,23 @@ class DataParallelRanks(Ranks):
             if not isinstance(p, DTensor):
                 p.grad = self._sum(p.grad, self.group)
 
-    def gather(self, sums: Sums) -> Sums:
-        whole = Sums()
-        for part in self.all_gather(sums):
-            whole.merge(part)
-        return whole
-
-    def all_gather(self, value: T) -> list[T]:
-        found: list[Any] = [None] * self.shares
+    def gather(self, value: T) -> list[T]:
+        found: list[Any] | None = None if self.share else [None] * self.shares
         with self.waiting("the results of the other ranks"):
-            distributed.all_gather_object(found, value, group=self._across)
-        return found
+            distributed.gather_object(value, found, group_dst=0, group=self._across)
+        return found or []
+
+    def scatter(self, values: Sequence[T] | None = None) -> T:
+        box: list[Any] = [None]
+        with self.waiting("its share from rank 0" if values is None else "the other ranks to listen"):
+            if values is None:
+                distributed.recv_object_list(box, group_src=0, group=self.group)
+                return box[0]
+            # One by one, so that rank 0 holds the bytes of one share at a time, and sends each rank only its own.
+            for rank in range(1, self.size):
+                own = values[rank * self.shares // self.size]
+                distributed.send_object_list([own], group_dst=rank, group=self.group)
+            return values[0]
 
     def broadcast(self, value: object = None) -> object:
         box = [value]

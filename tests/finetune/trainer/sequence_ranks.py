@@ -13,12 +13,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import Episode
+from tapereel.finetune.objective import Sums
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.run.policy import freeze
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
@@ -132,7 +133,7 @@ def outcome(case: Case, ranks: Ranks) -> dict[str, Any]:
     for _ in range(2):
         stats = trainer.step(prepared)
         trainer.end_update()
-        sums = ranks.gather(stats.sums)
+        sums = merged(ranks, stats.sums)
         steps.append({"norm": stats.grad_norm, "sums": dict(sums.sums), "counts": dict(sums.counts)})
     return {
         "norm": norm,
@@ -142,6 +143,14 @@ def outcome(case: Case, ranks: Ranks) -> dict[str, Any]:
         "weights": ranks.whole(dict(model.state_dict())),
         "state": trainer.state_dict(),
     }
+
+
+def merged(ranks: Ranks, sums: Sums) -> Sums:
+    """The sums of all shares, on every rank."""
+    whole = Sums()
+    for part in cast("list[Sums]", ranks.broadcast(ranks.gather(sums))):
+        whole.merge(part)
+    return whole
 
 
 def made(case: Case) -> tuple[Any, Sequence[Row], Sequence[Episode], Any]:

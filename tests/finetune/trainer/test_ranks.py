@@ -21,7 +21,7 @@ from tapereel.finetune.trainer.ranks import DataParallelRanks, Ranks
 from ...agents.engines.embedded.odd_weights import odd_weights
 from ...oracles import weights_digest as slow
 from ..build import episode, mixture, row, tiny_model
-from .seen import pretrained
+from .seen import png, pretrained
 from .sequence_ranks import CASES as TOGETHER
 from .sequence_ranks import Case as Together
 from .sequence_ranks import name, outcome
@@ -186,6 +186,27 @@ def test_each_rank_hashes_its_rows(found, rank: int):
     check_digests(found["digests"][rank])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
+def test_a_rank_receives_the_rows_and_demonstrations_of_its_share_alone(found, kind: str, case: SharedCase):
+    follower = found[f"{kind} shared"][1][case.name]
+    tapes = [tape for tape in follower["arrived"] if tape[0] != "d"]
+    assert tapes == follower["mine"]
+    assert len(tapes) < 3 * case.groups
+    assert bool(tapes) == (case.groups > 1)
+    # Two mini-batches imitate d0 and d1, and d2. Rank 1 has every second tape of each.
+    assert follower["arrived"] == [*(["d1"] if case.demonstrations else []), *tapes]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_receives_the_pictures_of_its_share_alone(found, kind: str):
+    assert found[f"{kind} seen"][1]["shared out"]["arrived"] == [png(16, 16, k) for k in range(2)] * 2
+
+
+def test_rank_0_collects_one_value_for_each_share_and_sends_each_share_its_own(found):
+    assert found["moved"] == [[[0, 1], "a", [0], "both"], [[], "b", [1], "both"]]
+
+
 @pytest.mark.ledger("T50")
 def test_shares_are_whole_families_of_like_size_and_lose_nobody():
     episodes = [episode(f"t{k}", group) for k, group in enumerate("aabbbcd")]
@@ -212,7 +233,7 @@ def test_an_idle_micro_batch_adds_exactly_nothing():
 
 def test_one_process_has_nothing_to_add_up():
     sums = Sums()
-    assert Ranks().gather(sums) is sums
+    assert Ranks().gather(sums) == [sums]
     assert Ranks().any(True)
     with pytest.raises(RuntimeError, match="torchrun"):
         DataParallelRanks()

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tapereel.finetune.objective import Sums
 from tapereel.finetune.trainer.ranks import Ranks
 
 T = TypeVar("T")
@@ -38,12 +37,6 @@ class Threads(Ranks):
     def add_up_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         for p in parameters:
             p.grad = self.add_up(torch.zeros_like(p) if p.grad is None else p.grad)
-
-    def gather(self, sums: Sums) -> Sums:
-        whole = Sums()
-        for part in self.all_gather(sums):
-            whole.merge(part)
-        return whole
 
 
 def together(size: int, work: Callable[[Threads], T]) -> list[T]:

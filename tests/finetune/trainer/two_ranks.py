@@ -41,7 +41,7 @@ from ...agents.engines.embedded.odd_weights import odd_weights
 from ..build import batch, mixture, tiny_model
 from .seen import png, pretrained, sampled, shown
 from .sequence_ranks import CASES as TOGETHER
-from .sequence_ranks import outcomes
+from .sequence_ranks import merged, outcomes
 
 
 class Case(NamedTuple):
@@ -96,6 +96,34 @@ def cut_off(episodes: list[Episode]) -> list[Episode]:
     return [replace(one, status=Status.TRUNCATED) if k % 2 else one for k, one in enumerate(episodes)]
 
 
+ARRIVED: list[Any] = []
+"""Names of tapes and pictures that another process has sent to this one."""
+
+
+def arrived(value: Any) -> Any:
+    """What a `Named` or a `Picture` becomes in the process that it is sent to."""
+    ARRIVED.append(value)
+    return value
+
+
+class Named(str):
+    """The name of a tape, which is noted when it arrives in another process."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return arrived, (str(self),)
+
+
+class Picture(bytes):
+    """A PNG, which is noted when it arrives in another process."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return arrived, (bytes(self),)
+
+
 def trained(case: Case, ranks: Ranks) -> dict[str, Any]:
     """What came of the case on this rank."""
     model = mixture(torch.float64) if case.experts else tiny_model(tie_word_embeddings=case.tied)
@@ -134,7 +162,7 @@ def trained(case: Case, ranks: Ranks) -> dict[str, Any]:
             prepared.batch.advantage[0] = math.inf
         stats = trainer.step(prepared)
         trainer.end_update()
-        sums = trainer.ranks.gather(stats.sums)
+        sums = merged(ranks, stats.sums)
         out.append(
             {
                 "skipped": stats.skipped,
@@ -196,7 +224,10 @@ def led(case: SharedCase, ranks: Ranks) -> dict[str, Any]:
         episodes = cut_off(episodes)
     if case.poison:
         episodes[0] = replace(episodes[0], reward=math.inf)
-    shown = [replace(row, tape=f"d{k}", group=f"d{k}") for k, row in enumerate(rows[:3])] if case.demonstrations else ()
+    ARRIVED.clear()
+    rows = [replace(row, tape=Named(row.tape)) for row in rows]
+    imitated = enumerate(rows[:3] if case.demonstrations else ())
+    shown = [replace(row, tape=Named(f"d{k}"), group=f"d{k}") for k, row in imitated]
 
     def build(phase: str, work: Any, ranks: Ranks) -> Trainer:
         assert phase == "rl"
@@ -219,7 +250,13 @@ def led(case: SharedCase, ranks: Ranks) -> dict[str, Any]:
     processes = Processes(ranks, model, build)
     if ranks.rank:
         steps = processes.follow()
-        return {"steps": steps, "weights": ranks.whole(dict(model.state_dict())), "held": held(processes)}
+        return {
+            "steps": steps,
+            "weights": ranks.whole(dict(model.state_dict())),
+            "held": held(processes),
+            "mine": sorted({str(row.tape) for row in processes.held.rows}),
+            "arrived": sorted(set(ARRIVED)),
+        }
     steps: list[UpdateStats] = []
     state: Any = None
     with processes.leading():
@@ -335,7 +372,8 @@ SEEN = ("tower", "nothing", "shared out")
 
 
 def seen(case: str, ranks: Ranks) -> dict[str, Any]:
-    """What came of two steps of PPO on two groups: that of rank 0 shows pictures, the other's is text alone."""
+    """What came of two steps of PPO on two groups: that of rank 0 shows pictures, the other's is text alone. In `shared
+    out`, a third group shows pictures to the other rank."""
     found = pretrained("qwen2_vl")
     model: Any = copy.deepcopy(found.model)
     assert found.vision is not None
@@ -344,6 +382,9 @@ def seen(case: str, ranks: Ranks) -> dict[str, Any]:
         *(shown("qwen2_vl", [(["Where? ", png(24, 16, k), "?"], sampled(3, k))], f"t{k}", "g0") for k in range(3)),
         *(shown("qwen2_vl", [(["And in words?"], sampled(2, 9 + k))], f"u{k}", "g1") for k in range(2)),
     ]
+    if case == "shared out":
+        ARRIVED.clear()
+        rows += [shown("qwen2_vl", [([png(16, 16, k), "?"], sampled(2, k))], f"v{k}", "g2") for k in range(2)]
     episodes = [Episode(tape=r.tape, group=r.group, reward=float(k % 2)) for k, r in enumerate(rows)]
 
     def build(phase: str, work: Any, ranks: Ranks) -> Trainer:
@@ -361,7 +402,7 @@ def seen(case: str, ranks: Ranks) -> dict[str, Any]:
         processes = Processes(ranks, model, build)
         if ranks.rank:
             processes.follow()
-            return {"weights": ranks.whole(dict(model.state_dict()))}
+            return {"weights": ranks.whole(dict(model.state_dict())), "arrived": list(ARRIVED)}
         with processes.leading():
             # A tape's method, which no other process can be sent.
             lock = threading.Lock()
@@ -374,7 +415,7 @@ def seen(case: str, ranks: Ranks) -> dict[str, Any]:
 
 def _locked(lock: threading.Lock, file: Callable[[str], bytes], name: str) -> bytes:
     with lock:
-        return file(name)
+        return Picture(file(name))
 
 
 def main(rank: int, folder: str) -> None:
@@ -389,6 +430,13 @@ def main(rank: int, folder: str) -> None:
         found[kind] = {case.name: trained(case, make()) for case in CASES}
         found[f"{kind} shared"] = {case.name: led(case, make()) for case in SHARED}
         found[f"{kind} seen"] = {case: seen(case, make()) for case in SEEN}
+    across, within = DataParallelRanks(), DataParallelRanks(sequence_parallel=2)
+    found["moved"] = [
+        across.gather(rank),
+        across.scatter(None if rank else ["a", "b"]),
+        within.gather(rank),
+        within.scatter(None if rank else ["both"]),
+    ]
     found["together"] = outcomes((2,), [case for case in TOGETHER if case.quick])
     found["digests"] = odd_digests()
     torch.save(found, f"{folder}/rank{rank}.pt")
