@@ -323,7 +323,7 @@ class Processes(ModelWeights):
         return rest
 
     def _damage(self, checkpoint: Checkpoint) -> list[str]:
-        found = self.ranks.gather(checkpoint.damage(self.ranks.rank, self.ranks.size))
+        found = self.ranks.gather(checkpoint.damage(self.ranks.share, self.ranks.shares))
         return [sentence for own in found for sentence in own]
 
     def _read(self, checkpoint: Checkpoint) -> None:

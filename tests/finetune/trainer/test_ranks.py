@@ -207,6 +207,10 @@ def test_rank_0_collects_one_value_for_each_share_and_sends_each_share_its_own(f
     assert found["moved"] == [[[0, 1], "a", [0], "both"], [[], "b", [1], "both"]]
 
 
+def test_ranks_that_compute_rows_together_find_the_damage_in_every_file(found):
+    assert found["damaged"] == [(2, 2), (2, 2)]
+
+
 @pytest.mark.ledger("T50")
 def test_shares_are_whole_families_of_like_size_and_lose_nobody():
     episodes = [episode(f"t{k}", group) for k, group in enumerate("aabbbcd")]

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -29,6 +30,7 @@ from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import Episode
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.run.policy import freeze
+from tapereel.finetune.trainer.checkpoint import save_checkpoint
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.distributed import Processes
 from tapereel.finetune.trainer.options import StepOptions, TrainerOptions
@@ -418,6 +420,21 @@ def _locked(lock: threading.Lock, file: Callable[[str], bytes], name: str) -> by
         return Picture(file(name))
 
 
+def damaged(ranks: Ranks, folder: Path) -> Any:
+    """How many files of a checkpoint the ranks damage, and how many of them rank 0 hears of."""
+    processes = Processes(ranks, tiny_model(), lambda *_: sys.exit("no phase begins"))
+    if ranks.rank:
+        return processes.follow()
+    with processes.leading():
+        made = save_checkpoint(folder, processes.model, {}, {}, update=1, held=processes)
+        files = list(made.path.glob("policy/*.safetensors"))
+        for file in files:
+            file.write_bytes(b"")
+        found = len(files), len(processes.damage(made))
+    processes.finish(found)
+    return found
+
+
 def main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     for family in ("qwen2_vl", "qwen3_vl"):
@@ -437,6 +454,7 @@ def main(rank: int, folder: str) -> None:
         within.gather(rank),
         within.scatter(None if rank else ["both"]),
     ]
+    found["damaged"] = damaged(ShardedRanks(sequence_parallel=2), Path(folder))
     found["together"] = outcomes((2,), [case for case in TOGETHER if case.quick])
     found["digests"] = odd_digests()
     torch.save(found, f"{folder}/rank{rank}.pt")
