@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from pydantic import Field, JsonValue, computed_field
-from torch import Tensor
 
 from ...tapes.common.config import check_version
 from ...tapes.common.progress import Progress, silent
@@ -39,7 +38,6 @@ from ..trainer.checkpoint import (
     checkpoint_folders,
     checkpoints,
     read_checkpoint,
-    weights_digest,
 )
 from ..trainer.distributed import launched
 from ..trainer.ranks import Ranks
@@ -320,7 +318,7 @@ class _Walk:
         States of random number generators are left out, because no update draws from them.
         """
         derives = "base weights and tapes give"
-        found, taught = weights_digest(file.weights(), self.digest), file.taught()
+        found, taught = self.history.held.digest_in(file, self.digest), file.taught()
         if found != self.digest:
             sentence = f"the weights in {file.path} have digest {found}, {derives} {self.digest}"
             yield "checkpoint", sentence, self.digest, found
@@ -330,12 +328,11 @@ class _Walk:
             yield "trainer", sentence, self.history.phase, phase
         elif phase and trainer is not None:
             try:
-                saved = {name: value for name, value in file.trainer_state().items() if name != "rng"}
+                different = trainer.unlike(file)
             except BadCheckpoint as error:
                 yield "trainer", str(error), None, None
                 return
-            derived = trainer.state_dict()
-            for place, then, now in _unlike(saved, {name: derived.get(name) for name in saved}):
+            for place, then, now in different:
                 yield "trainer", f"{place} of the trainer's state in {file.path} is {then}, {derives} {now}", now, then
             self.counts["trainers"] += 1
         pinned = taught_by(use for use in self.ledger.uses if use.update < file.update)
@@ -373,20 +370,6 @@ class _Walk:
             **self.counts,
             **more,
         )
-
-
-def _unlike(saved: Any, derived: Any, place: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield (place, saved, derived) for every value that isn't equal bit for bit. A tensor is shown by its digest."""
-    if isinstance(saved, dict) and isinstance(derived, dict):
-        for key in dict.fromkeys([*saved, *derived]):
-            yield from _unlike(saved.get(key), derived.get(key), f"{place}.{key}" if place else str(key))
-    elif isinstance(saved, list | tuple) and isinstance(derived, list | tuple) and len(saved) == len(derived):
-        for k, (then, now) in enumerate(zip(saved, derived, strict=True)):
-            yield from _unlike(then, now, f"{place}[{k}]")
-    else:
-        then, now = (weights_digest({"": x}) if isinstance(x, Tensor) else repr(x) for x in (saved, derived))
-        if then != now:
-            yield place, then, now
 
 
 class _Other(TapereelError):

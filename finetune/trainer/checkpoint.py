@@ -160,6 +160,10 @@ class ModelWeights:
         """Return the digest of the current weights (`weights_digest`)."""
         return weights_digest(self.model.state_dict(keep_vars=True), recorded)
 
+    def digest_in(self, checkpoint: Checkpoint, recorded: str | None = None) -> str:
+        """Return the digest of the weights in a checkpoint. Raises BadCheckpoint if `state.json` has another one."""
+        return weights_digest(checkpoint.weights(), recorded)
+
     def whole(self) -> nn.Module:
         """Return a copy of the model with the current weights."""
         return copy.deepcopy(self.model)
@@ -213,7 +217,7 @@ def write_parts(folder: Path, tensors: Mapping[str, Tensor], group: distributed.
     files, size = dict[str, int](), 0
     for name, tensor in tensors.items():
         files[name] = 1 + size // FILE_BYTES
-        size += (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+        size += _local(tensor).nbytes
     # A rank's part may be smaller than rank 0's, so rank 0's division into files is used (see `prepare_global_plan`).
     state_dict_saver.save(
         dict(tensors),
@@ -319,6 +323,32 @@ def _joined(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(tree, dict):
         return tensors[tree[PART]] if PART in tree else {key: _joined(value, tensors) for key, value in tree.items()}
     return type(tree)(_joined(value, tensors) for value in tree) if isinstance(tree, list | tuple) else tree
+
+
+def unlike(saved: Any, derived: Any, place: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yield (place, saved, derived) for every value that isn't equal bit for bit. A tensor is shown by its digest, and
+    a sharded one by the digest of this process's part."""
+    if isinstance(saved, dict) and isinstance(derived, dict):
+        for key in dict.fromkeys([*saved, *derived]):
+            yield from unlike(saved.get(key), derived.get(key), f"{place}.{key}" if place else str(key))
+    elif isinstance(saved, list | tuple) and isinstance(derived, list | tuple) and len(saved) == len(derived):
+        for k, (then, now) in enumerate(zip(saved, derived, strict=True)):
+            yield from unlike(then, now, f"{place}[{k}]")
+    else:
+        then, now = (weights_digest({"": _local(x)}) if isinstance(x, Tensor) else repr(x) for x in (saved, derived))
+        if then != now:
+            yield place, then, now
+
+
+def unlike_state(saved: Mapping[str, object], current: Mapping[str, object]) -> list[tuple[str, str, str]]:
+    """Return what differs in a trainer's state (see `unlike`). Random numbers aren't compared, because no update draws
+    any, and neither are values that the checkpoint lacks."""
+    kept = {name: value for name, value in saved.items() if name != "rng"}
+    return list(unlike(kept, {name: current.get(name) for name in kept}))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def save_checkpoint(

@@ -48,6 +48,7 @@ from .checkpoint import (
     joined,
     read_parts,
     taken_apart,
+    unlike_state,
     write_parts,
 )
 from .ranks import DataParallelRanks, RankLost, Ranks, ShardedRanks, Whole, shared_digest
@@ -136,6 +137,18 @@ class Processes(ModelWeights):
         """Return the digest of the current weights. No weight is gathered, unless `recorded` is from an earlier
         version. Only for rank 0."""
         return cast(str, self.on_all("digest", recorded=recorded)) if self.shared else super().digest(recorded)
+
+    def digest_in(self, checkpoint: Checkpoint, recorded: str | None = None) -> str:
+        """Return the digest of the weights in a checkpoint, of which each rank reads its part. Only for rank 0."""
+        if not (self.shared and checkpoint.shared):
+            return super().digest_in(checkpoint, recorded)
+        if broken := self.damage(checkpoint):
+            raise BadCheckpoint(broken[0])
+        found = cast(str, self.on_all("digest_in", checkpoint=checkpoint, recorded=checkpoint.state["digest"]))
+        checkpoint.check(lambda _: found)
+        if recorded in (None, found):
+            return found
+        return cast(str, self.on_all("digest_in", checkpoint=checkpoint, recorded=recorded))
 
     def whole(self) -> nn.Module:
         """Return a copy of the model with the current weights. It is whole, and only on rank 0. Only for rank 0."""
@@ -310,6 +323,21 @@ class Processes(ModelWeights):
 
     def _digest(self, recorded: str | None) -> str:
         return shared_digest(self._named, recorded)
+
+    def _digest_in(self, checkpoint: Checkpoint, recorded: str | None) -> str:
+        return shared_digest(self._parts(checkpoint, POLICY, self._named), recorded)
+
+    def _unlike(self, checkpoint: Checkpoint, rest: dict[str, object]) -> list[tuple[str, str, str]]:
+        own = self.member.own_state()
+        found = unlike_state(joined(rest, self._parts(checkpoint, TRAINER, taken_apart(own)[1])), own)
+        every: list[Any] = [None] * self.ranks.size
+        distributed.all_gather_object(every, found, group=self.ranks.group)
+        return [different for each in every for different in each]
+
+    def _parts(self, checkpoint: Checkpoint, folder: str, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Read this rank's parts of tensors, which are sharded as those in `like`."""
+        empty = {name: torch.empty_like(tensor, requires_grad=False) for name, tensor in like.items()}
+        return read_parts(checkpoint.path / folder, empty, self.ranks.group)
 
     def _compared(self, recorded: Mapping[str, str | None]) -> dict[str, str]:
         return self.member.compared(recorded)
@@ -512,6 +540,12 @@ class DistributedTrainer(PolicyTrainer):
 
     def end_update(self) -> None:
         self._processes.on_all("end_update")
+
+    def unlike(self, checkpoint: Checkpoint) -> list[tuple[str, str, str]]:
+        if not (self.ranks.sharded and checkpoint.shared):
+            return super().unlike(checkpoint)
+        rest = checkpoint.rest()  # read by rank 0 alone, so that no other rank ends if it can't be read
+        return cast("list[tuple[str, str, str]]", self._processes.on_all("unlike", checkpoint=checkpoint, rest=rest))
 
     def compared(self, recorded: Mapping[str, str | None]) -> dict[str, str]:
         if not any(recorded.values()):

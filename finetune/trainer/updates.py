@@ -17,7 +17,7 @@ from ..objective import Context, Sums
 from ..objective.loss import Batch, Part, prepare
 from ..objective.recipe import Recipe
 from ..recipes import get_recipe
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, unlike_state
 from .critic import CriticState
 from .options import TrainerOptions
 from .ranks import Ranks
@@ -220,6 +220,11 @@ class PolicyTrainer(ABC):
 
         The state consists of tensors, numbers and strings. Its tensors are whole, even if the weights are sharded.
         """
+
+    def unlike(self, checkpoint: Checkpoint) -> list[tuple[str, str, str]]:
+        """Return (place, saved, current) for each value in the checkpoint's state that isn't the current one bit for
+        bit. Random numbers aren't compared. Raises BadCheckpoint if the state can't be read."""
+        return unlike_state(checkpoint.trainer_state(), self.state_dict())
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Continue from the state in a checkpoint."""

@@ -56,7 +56,7 @@ def advice(
 def _tapes(climb: Climb, closed: Sequence[Summary]) -> Iterator[Sign]:
     store, scored = climb.store, climb.scored
     rewards = {summary.reward or 0.0 for summary in scored}
-    if len(scored) >= FEW and len(rewards) == 1:
+    if len(scored) >= FEW and len(rewards) == 1 and not climb.by_agent:
         only = rewards.pop()
         doubt = "Are the tasks neither too hard nor too easy for this model?"
         if climb.updates and only <= 0:

@@ -110,9 +110,14 @@ class Climb:
         change, tasks = self.measured
         known = [f"in the updates by {self.rewards}"] * (self.rewards.high < math.inf)
         known += [f"on {tasks} held-out tasks by {change}"] * bool(tasks)
-        if self.rose or not known:
+        if self.rose or not known or self.by_agent:
             return None
         return f"The reward did not rise beyond its interval: it changed {' and '.join(known)}"
+
+    @cached_property
+    def by_agent(self) -> bool:
+        """Whether each agent has its own reward. The sum of an episode, which may be zero, then says nothing."""
+        return any(key.startswith("reward/agent/") for line in self.updates[-1:] for key in line)
 
     @cached_property
     def last(self) -> Lines:
@@ -142,6 +147,8 @@ class Climb:
         if not self.rose:
             if self.rewards.low <= 0:
                 yield from self._weights()
+            if self.by_agent:
+                return
             yield from self._level()
             yield from self._trend()
             equal = bool(self.updates) and self.range[0] == self.range[1] <= 0

@@ -146,6 +146,7 @@ LAST = ["loop.optimiser.lr", "loop.updates=160.*--resume"]
         (lines(40, lambda k: 0.1, **{"group/flat": 0.9}), ["90%.*loop.group_size", *LAST]),
         (lines(40, level, **{"grad_norm": 0.0, "group/flat": 1.0}), [" 10 updates", "100%", *LAST]),
         (lines(40, lambda k: level(k) + k / 600), LAST),  # a trend within the noise is not a sign
+        (lines(40, lambda k: 1.0, **{"reward/agent/duo/left": 0.2}), []),  # each agent has its own reward
         (lines(3, lambda k: 0.1), []),
         (lines(3, lambda k: None, **{"group/flat": 1.0}), ["100%"]),
         (lines(3, lambda k: 0.1, logprob=None, grad_norm=None), []),
@@ -173,6 +174,13 @@ def attempts(tmp_path: Path, *made: tuple[str, str, float]) -> Store:
             store.writer.append(record.body())
     store.writer.commit()
     return store
+
+
+@pytest.mark.parametrize("own", [{}, {"reward/agent/duo/left": 0.2}])
+def test_equal_sums_say_nothing_if_each_agent_has_its_own_reward(tmp_path: Path, own: dict[str, float]) -> None:
+    with attempts(tmp_path, *[(f"{t}", "a", 0.0) for t in range(8)]) as store:
+        found = advice(store, "train", lines(2, lambda k: 0.0, **own))
+    assert any("All 8 rewards are 0" in text for text in found) == (not own)
 
 
 def test_answers_that_do_not_depend_on_the_task_are_called_guesses(tmp_path: Path) -> None:

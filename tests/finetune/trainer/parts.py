@@ -11,11 +11,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.checkpoint import read_checkpoint, save_checkpoint
+from tapereel.finetune.trainer.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from tapereel.finetune.trainer.critic import CriticTrainer
 from tapereel.finetune.trainer.distributed import Processes
 from tapereel.finetune.trainer.options import StepOptions, TrainerOptions
@@ -48,6 +49,7 @@ def trained(ranks: Ranks, folder: Path, resumed: Path | None = None, *, save: bo
         )
 
     processes = Processes(ranks, model, build)
+    made, compared = None, list[Any]()
     if ranks.rank:
         digest = processes.follow()
     else:
@@ -63,18 +65,32 @@ def trained(ranks: Ranks, folder: Path, resumed: Path | None = None, *, save: bo
             for update in range(done, UPDATES):
                 if save and update == CUT:
                     state = {} if processes.shared else trainer.state_dict()
-                    save_checkpoint(folder, model, state, {}, update=update, held=processes)
+                    made = save_checkpoint(folder, model, state, {}, update=update, held=processes)
+                    compared.append(compare(processes, trainer, made))
                 assert all(stats.applied for stats in trainer.updates(rows, episodes))
             digest = processes.digest()
+            compared += [compare(processes, trainer, one) for one in ([made] if made is not None else [])]
         processes.finish(digest)
     member = processes.member
     return {
         "weights": ranks.whole(dict(model.state_dict())),
         "state": member.state_dict(),
         "digest": digest,
+        "compared": compared,
         "held": held(processes),
         "critic": sum(p.numel() for p in (q.to_local() if ranks.sharded else q for q in _own(member))),  # type: ignore[operator]
     }
+
+
+def compare(processes: Processes, trainer: Any, made: Checkpoint) -> tuple[bool, list[str]]:
+    """Whether a checkpoint has the current weights, and the values in the trainer's state that differ. If the weights
+    are shared, no process reads the whole checkpoint."""
+    with pytest.MonkeyPatch.context() as patch:
+        if processes.shared:
+            patch.delattr(Checkpoint, "weights")
+            patch.delattr(Checkpoint, "trainer_state")
+        same = processes.digest_in(made) == processes.digest()
+        return same, sorted({place for place, _, _ in trainer.unlike(made)})
 
 
 def _own(member: Trainer) -> list[Any]:

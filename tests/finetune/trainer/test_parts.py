@@ -47,6 +47,12 @@ def test_any_number_of_processes_trains_saves_and_continues_what_one_does(tmp_pa
             same(one["weights"], alone["weights"], f"{size}")
             assert one["digest"] == weights_digest(one["weights"])
             check_digests(one["digests"])
+        assert found[0]["compared"] == alone["compared"]
+    equal, changed = alone["compared"]
+    assert equal == (True, [])
+    assert not changed[0]
+    assert {"steps", "critic.steps"} <= set(changed[1])
+    assert {"averaged", "critic", "optimizer", "others"} <= {place.partition(".")[0] for place in changed[1]}
     one, four = (read_checkpoint(made[size]) for size in (1, 4))
     same(four.weights(), one.weights(), "weights of four, read by one")
     same(four.trainer_state(), one.trainer_state(), "state of four, read by one")
