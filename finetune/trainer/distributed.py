@@ -7,7 +7,9 @@ an error if rank 0 is lost. Rollouts may take longer than the time limit of a co
 the other ranks rest: they poll the group's store until rank 0 wakes them.
 
 A share consists of whole groups, because advantages compare the attempts of a group. Forks of one turn stay together
-for the same reason. Shares have similar numbers of tokens, and may be empty.
+for the same reason. Shares have similar numbers of tokens, and may be empty. The ranks don't read their tapes from the
+run directory: to find and check its tapes, each would read the segments of all tapes, more bytes than the rows of its
+share. An update may also begin before its tapes are durable.
 
 If weights are sharded over the ranks, no rank holds the whole model. Rank 0 reads the weights one at a time, and each
 is gathered from all ranks when it is read (`GatheredWeights`). For a digest, each rank hashes its own rows.
