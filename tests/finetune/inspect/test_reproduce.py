@@ -90,13 +90,20 @@ def logprob(body: dict[str, Any]) -> None:
 
 
 def of_an_uneven_group(path: Path) -> str:
-    """A tape of update EDITED whose group has different rewards: where all are equal, no token changes the update."""
+    """A tape of update EDITED whose group has different rewards: where all are equal, no token changes the update.
+    Another tape has the same reward: if only one differs, normalised advantages don't depend on by how much."""
     taken = {str(item[0]) for item in uses_of(path)[EDITED].items}
     groups: dict[str | None, dict[str, float | None]] = {}
     with Store.open(path, cache=False) as store:
         for tape in filter(lambda tape: tape.id in taken, store.tapes(closed=True)):
             groups.setdefault(tape.begin.group, {})[tape.id] = tape.reward
-    return next(next(iter(rewards)) for rewards in groups.values() if len(set(rewards.values())) > 1)
+    return next(
+        tape
+        for rewards in groups.values()
+        if len(set(rewards.values())) > 1
+        for tape, reward in rewards.items()
+        if list(rewards.values()).count(reward) > 1
+    )
 
 
 @pytest.mark.parametrize("edit", [reward, token, logprob])
