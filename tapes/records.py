@@ -609,7 +609,7 @@ class Publish(Record):
     version: str
     """Has the form `lineage:n` and is never reused."""
     digest: str
-    """SHA-256 over one digest per tensor, which covers its name, dtype, shape and rows."""
+    """SHA-256 over each tensor's name and digest. The digest covers dtype, shape and rows."""
     mode: str = "reprefill"
     """What happened to completions that were being sampled when the weights changed: `reprefill`, `drain`, `stale_kv`,
     or a mode that the engine defines."""

@@ -117,7 +117,7 @@ class Climb:
     @cached_property
     def by_agent(self) -> bool:
         """Whether each agent has its own reward. The sum of an episode, which may be zero, then says nothing."""
-        return any(key.startswith("reward/agent/") for line in self.updates[-1:] for key in line)
+        return any(key.startswith("reward/agent/") for line in self.updates for key in line)
 
     @cached_property
     def last(self) -> Lines:
