@@ -73,7 +73,7 @@ def test_pages_fit_have_no_serious_fault_and_load_nothing_from_elsewhere(
 def test_a_word_is_found_by_the_search(chromium: Any, site: str) -> None:
     page = chromium.new_page()
     page.goto(site)
-    page.keyboard.press("/")
-    page.keyboard.type("sequence_parallel")
-    page.get_by_text("Several GPUs and machines").last.wait_for()
+    page.get_by_role("button", name="Search").click()
+    page.get_by_role("combobox", name="Search").fill("sequence_parallel")
+    page.get_by_role("option").filter(has_text="Several GPUs and machines").first.wait_for()
     page.close()
