@@ -28,6 +28,7 @@ from tapereel.tapes import Answer, Tape, Text
 
 HERE = Path(__file__).resolve().parent
 VOCABULARY = 151_936
+RANK = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
 SHAPES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
@@ -55,6 +56,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-offload": ("tiny", FULL | {"trainer.offload": True}),
     "0.6b-offload": ("0.6b", FULL | {"trainer.offload": True}),
     "4b-offload": ("4b", FULL | {"trainer.offload": True}),
+    # By one rank of torchrun, which shards with FSDP2.
+    "tiny-fsdp": ("tiny", FULL | {"processes.shard": True}),
+    "0.6b-fsdp": ("0.6b", FULL | {"processes.shard": True}),
     # The settings of examples/qwen3_*.yaml, with fewer groups.
     "0.6b-example": ("0.6b", {"loop.groups": 16}),
     "4b-example": ("4b", {"loop.groups": 8}),
@@ -195,7 +199,8 @@ def main() -> None:
         folder = given.folder or Path(made)
         folder.mkdir(exist_ok=True, parents=True)
         for case in given.cases:
-            words = [sys.executable, __file__, case, "--inside", "--folder", folder, "--updates", str(given.updates)]
+            words = [sys.executable, *(RANK if case.endswith("-fsdp") else ()), __file__, case, "--inside"]
+            words += ["--folder", folder, "--updates", str(given.updates)]
             done = subprocess.run(words, capture_output=True, text=True, check=False)
             if done.returncode:
                 print(case, "failed:", done.stdout[-1000:], done.stderr[-3000:], flush=True)
