@@ -155,17 +155,17 @@ class Sampling(Value):
         `top_p`, `top_k` and most settings in `extra` change the distribution after the log-probs were computed.
         Importance ratios from these log-probs would then be wrong.
         """
-        return not self.inexact
+        return self.temperature > 0 and self.top_p == 1 and self.top_k == 0 and not self.extra.keys() - {"stop"}
 
     @property
     def inexact(self) -> str:
         """Why the tokens can't be used for RL and what to change, or "" if they can."""
+        if self.exact:
+            return ""
         if self.temperature == 0:
             return "at temperature=0 the model always takes its likeliest token and explores nothing: set it above 0"
         changed = [f"top_p={self.top_p:g}"] * (self.top_p < 1) + [f"top_k={self.top_k}"] * (self.top_k > 0)
         changed += [f"extra.{name}" for name in self.extra if name != "stop"]
-        if not changed:
-            return ""
         return (
             f"{', '.join(changed)} changes the distribution that tokens are drawn from, and their recorded log-probs "
             "belong to the unchanged one: remove it"

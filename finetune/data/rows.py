@@ -369,7 +369,7 @@ class _Building:
         self.replies.append(call.text)
 
     def done(self, tape: Tape, group: str, observations: Observations) -> Row:
-        counts = [c[0] for c in self.columns]
+        counts = np.array([c[0] for c in self.columns])
         return Row(
             tape=tape.id,
             group=group,
@@ -378,10 +378,10 @@ class _Building:
             input_ids=np.concatenate(self.chunks),
             own=np.concatenate(self.own),
             old=np.concatenate(self.old),
-            temperature=np.repeat(np.array([c[1] for c in self.columns], np.float32), counts),
-            version=np.repeat(np.array([v for _, v in self.version], np.int32), [k for k, _ in self.version]),
-            call=np.repeat(np.array([c[2] for c in self.columns], np.int32), counts),
-            turn=np.repeat(np.array([c[3] for c in self.columns], np.int32), counts),
+            temperature=np.array([c[1] for c in self.columns], np.float32).repeat(counts),
+            version=np.array([v for _, v in self.version], np.int32).repeat([k for k, _ in self.version]),
+            call=np.array([c[2] for c in self.columns], np.int32).repeat(counts),
+            turn=np.array([c[3] for c in self.columns], np.int32).repeat(counts),
             offset=np.concatenate(self.offset),
             calls=tuple(self.calls),
             agents=tuple(self.agents),
