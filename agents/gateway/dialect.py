@@ -268,7 +268,7 @@ def fields_of(
     """Return the fields of a request without those that are null, an empty list, ignored or neutral. Raises Refused if
     a field in `neutral` has a value other than those listed there."""
     left: dict[str, JsonValue] = {}
-    for name, value in _without_nulls(data).items():
+    for name, value in _without_nulls(dict(data)).items():
         if value == [] or name in ignored or value in neutral.get(name, ()):
             continue
         if name in neutral:
@@ -285,7 +285,7 @@ def _without_nulls(value: Any) -> Any:
     """Return a value without fields that are null. Many clients send a null for each field that isn't set."""
     if isinstance(value, list):
         return [_without_nulls(one) for one in value]
-    if not isinstance(value, Mapping):
+    if not isinstance(value, dict):
         return value
     return {
         name: one if name in _OWN and isinstance(one, dict) else _without_nulls(one)
