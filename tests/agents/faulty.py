@@ -28,6 +28,7 @@ STEPS = (
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
     "/init_weight_transfer_engine",
+    "/shutdown_weight_transfer_engine",
     "/start_weight_update",
     "/update_weights",
     "/finish_weight_update",
@@ -52,6 +53,8 @@ async def listening(app: web.Application) -> AsyncIterator[str]:
 class FaultyServer:
     """`faults` are used up one by one, a request each; then all is well."""
 
+    workers = 1
+
     def __init__(self, faults: list[Fault] | None = None) -> None:
         self.faults = faults or []
         self.version = "default"
@@ -66,7 +69,7 @@ class FaultyServer:
     @asynccontextmanager
     async def up(self) -> AsyncIterator[str]:
         app = web.Application()
-        for route in ("/version", "/v1/models", "/weight_info", "/health", "/is_paused"):
+        for route in ("/version", "/v1/models", "/weight_info", "/health", "/is_paused", "/get_world_size"):
             app.router.add_get(route, self.about)
         app.router.add_post("/inference/v1/generate", self.generate)
         app.router.add_post("/inference/v1/abort_requests", self.abort)
@@ -128,8 +131,9 @@ class FaultyServer:
         return web.json_response({})
 
     async def about(self, request: web.Request) -> web.StreamResponse:
+        models = [{"id": "m", "max_model_len": 64}]
         return web.json_response(
-            {"version": "0.32.0", "weight_version": self.version, "data": [{"id": "m", "max_model_len": 64}]}
+            {"version": "0.32.0", "weight_version": self.version, "data": models, "world_size": self.workers}
         )
 
     async def step(self, request: web.Request) -> web.StreamResponse:

@@ -1,10 +1,11 @@
 """Runs in the environment with vLLM: weights for a server of `serve --nccl`, sent as if there were two GPUs.
 
-    python nccl_run.py URL MODEL OTHER-WEIGHTS RUN SERVER-PID
+    python nccl_run.py URL MODEL OTHER-WEIGHTS RUN SERVER-PID SECOND-URL SECOND-PID
 
 Publishes by `engine.publish=nccl` in the midst of answers, trains and resumes, then has the server's workers stand
-still while weights are on their way. Prints one JSON object: what was sampled and with which version, what training
-came to, what was said of the server. `gloo_for_nccl` says what is not NCCL here.
+still while weights are on their way. Then a second server takes part, is killed in the midst of a broadcast, and joins
+again when somebody has started it again. Prints one JSON object: what was sampled and with which version, what training
+came to, what was said of the server, which groups there were. `gloo_for_nccl` says what is not NCCL here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tapereel.agents.engines.servers.server_config import ServerSettings
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.weights import weight_transfer as transfer
 from tapereel.agents.engines.weights.weight_sync import PublishFailed
-from tapereel.agents.engines.weights.weight_transfer import update_info, worker_info
+from tapereel.agents.engines.weights.weight_transfer import update_info, worker_infos
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.run.train_run import train
@@ -105,8 +106,9 @@ def nccl_builders(lab: Lab) -> None:
         NCCLWeightTransferUpdateInfo,
     )
 
-    info = NCCLWeightTransferInitInfo(**worker_info(address="127.0.0.1", port=29500, workers=2))
-    assert (info.rank_offset, info.world_size, info.packed) == (1, 3, True)
+    found: Any = worker_infos(address="127.0.0.1", port=29500, workers=(2, 1))
+    infos = [NCCLWeightTransferInitInfo(**info) for info in found]
+    assert [(info.rank_offset, info.world_size, info.packed) for info in infos] == [(1, 4, True), (3, 4, True)]
     update = NCCLWeightTransferUpdateInfo(**update_info(list(lab.base.items())))
     assert update.dtype_names == ["float32"] * len(lab.base)
     assert [tuple(shape) for shape in update.shapes] == [tuple(tensor.shape) for tensor in lab.base.values()]
@@ -121,8 +123,8 @@ def send_from_here() -> None:
     torch.Tensor.cuda = lambda self, *_, **__: self
 
 
-async def engine_of(lab: Lab, url: str, seconds: float = 120.0) -> RemoteEngine:
-    config = ServerSettings(model=str(lab.model), urls=(url,), publish="nccl", control_seconds=seconds)
+async def engine_of(lab: Lab, *urls: str, seconds: float = 120.0) -> RemoteEngine:
+    config = ServerSettings(model=str(lab.model), urls=urls, publish="nccl", control_seconds=seconds)
     return await connect(config, lab.renderer, weights=True)
 
 
@@ -151,6 +153,7 @@ def standing_still(server: int) -> Iterator[None]:
 async def stood_still(lab: Lab, url: str, server: int) -> str:
     """What is said of workers that don't take what is sent; a trainer that comes after that finds the server well."""
     engine = await engine_of(lab, url, seconds=5.0)
+    await engine.sync_weights(lab.base, "nccl/before the loss")  # makes the group
     sync = engine.fleet.members[0].sync
     update = sync.update
 
@@ -172,6 +175,51 @@ async def stood_still(lab: Lab, url: str, server: int) -> str:
     lab.note("found", request, await engine.complete(request))
     await engine.close()
     return told
+
+
+async def two(lab: Lab, urls: list[str], second: int) -> list[Any]:
+    """The groups in which weights come to two servers, of which the second one dies and comes back."""
+    groups: list[Any] = []
+    infos, broadcast = transfer.worker_infos, transfer._broadcast
+
+    def noted(**given: Any) -> Any:
+        found: Any = infos(**given)
+        groups.append([found[0]["world_size"], *(info["rank_offset"] for info in found)])
+        return found
+
+    def deadly(*given: Any) -> None:
+        transfer._broadcast = broadcast
+        process = psutil.Process(second)
+        for one in (*process.children(recursive=True), process):
+            one.kill()
+        broadcast(*given)
+
+    async def sampled(version: str) -> None:
+        for sampler in engine.samplers.values():
+            request = lab.ask(7)
+            lab.note("two", request, await sampler(request))
+            assert {name for name, _, _ in lab.sampled[-1]["spans"]} == {version}
+
+    transfer.worker_infos = noted
+    engine = await engine_of(lab, *urls)
+    for version, state in (("two/1/other", lab.other), ("two/2/base", lab.base)):
+        await engine.sync_weights(state, version)
+        await sampled(version)
+    transfer._broadcast = deadly
+    await engine.sync_weights(lab.other, "two/3/other")
+    assert list(engine.samplers) == urls[:1]
+    await sampled("two/3/other")
+    await engine.sync_weights(lab.base, "two/4/base")
+    await sampled("two/4/base")
+    async with asyncio.timeout(240.0):
+        while len(engine.samplers) < 2:  # noqa: ASYNC110  # the other process starts it again
+            await asyncio.sleep(0.2)
+    await sampled("two/4/base")
+    await engine.sync_weights(lab.other, "two/5/other")
+    assert list(engine.samplers) == urls
+    await sampled("two/5/other")
+    await engine.close()
+    return groups
 
 
 def trained(model: str, url: str, run: str) -> dict[str, Any]:
@@ -200,14 +248,15 @@ def trained(model: str, url: str, run: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    url, model, other, run, server = sys.argv[1:]
+    url, model, other, run, server, second, its = sys.argv[1:]
     send_from_here()
     lab = Lab(Path(model), Path(other))
     nccl_builders(lab)
     asyncio.run(in_flight(lab, url))
     training = trained(model, url, run)
     told = asyncio.run(stood_still(lab, url, int(server)))
-    print(json.dumps({"sampled": lab.sampled, "told": told, **training}))
+    groups = asyncio.run(two(lab, [url, second], int(its)))
+    print(json.dumps({"sampled": lab.sampled, "told": told, "groups": groups, **training}))
     sys.stdout.flush()
     # A thread may wait for the workers of a group that they have left.
     os._exit(0)

@@ -17,7 +17,7 @@ from ..transport.absence import Absence
 from ..transport.http_channel import Server, ServerFailed
 from ..weights.weight_config import AdapterConfig
 from ..weights.weight_sync import UNKNOWN, VLLMReload, WeightSync, weight_version
-from ..weights.weight_transfer import NCCLTransfer, VLLMTransfer, ports
+from ..weights.weight_transfer import NCCLGroup, NCCLTransfer, VLLMTransfer
 from .fleet import HEALTH_SECONDS, Member, is_away
 from .lora_servers import AdapterEngine
 from .server_config import NCCLConfig, ServerSettings, addresses
@@ -59,7 +59,11 @@ async def connect(
     if not servers:
         raise ValueError(f"engine.urls is {config.urls!r} and no servers are passed: name at least one address")
     away: list[Server] = []
+    group: NCCLGroup | None = None
     try:
+        if weights and config.publish == "nccl":
+            nccl = config.nccl or NCCLConfig()
+            group = NCCLGroup(address=nccl.address, port=nccl.port, seconds=config.control_seconds)
         with Absence(config.patience).request() as tries:
             while True:
                 if isinstance(config.urls, str):
@@ -67,7 +71,7 @@ async def connect(
                     away = [server for server, well in zip(servers, answers, strict=True) if not well and any(answers)]
                 there = [server for server in servers if server not in away]
                 try:
-                    engine = await _connected(config, renderer, weights, adapters, there)
+                    engine = await _connected(config, renderer, weights, adapters, group, there)
                     break
                 except ServerFailed as error:
                     gone = [
@@ -83,15 +87,17 @@ async def connect(
     for server in away:
         await server.close()
     if isinstance(config.urls, str) or (weights and len(servers) > 1):
-        engine.fleet.watch(partial(_member, engine, config, renderer, weights), [server.url for server in away])
+        engine.fleet.watch(partial(_member, engine, config, renderer, weights, group), [server.url for server in away])
     return engine
 
 
-async def _member(engine: RemoteEngine, config: ServerSettings, renderer: Renderer, weights: bool, url: str) -> Member:
+async def _member(
+    engine: RemoteEngine, config: ServerSettings, renderer: Renderer, weights: bool, group: NCCLGroup | None, url: str
+) -> Member:
     """Connect to one more server of the engine. Raises EngineError if it differs from the others."""
     server = Server(url, key_variable=config.key_variable, seconds=config.seconds)
     try:
-        (sync,) = await _syncs(config, [server], weights)
+        (sync,) = await _syncs(config, [server], weights, group)
         if weights:
             await sync.free()
         _, capabilities = await probe(server, renderer)
@@ -110,11 +116,12 @@ async def _connected(
     renderer: Renderer,
     weights: bool,
     adapters: AdapterConfig | None,
+    group: NCCLGroup | None,
     servers: Sequence[Server],
 ) -> RemoteEngine:
     """Do the same as `connect`, but without waiting for servers that don't answer."""
     adapted = weights and config.publish == "lora"
-    syncs = await _syncs(config, servers, weights)
+    syncs = await _syncs(config, servers, weights, group)
     if weights:
         # A trainer that died during a weight sync leaves its servers paused. They must be resumed before the probe,
         # because a paused server can't answer it.
@@ -165,19 +172,17 @@ def _check_takes_weights(servers: Sequence[Server], do: bool) -> None:
         )
 
 
-async def _syncs(config: ServerSettings, servers: Sequence[Server], weights: bool) -> list[WeightSync]:
-    """Return a `WeightSync` for each server. Raises EngineError if the configured way to receive weights doesn't exist
-    for this kind of server."""
+async def _syncs(
+    config: ServerSettings, servers: Sequence[Server], weights: bool, group: NCCLGroup | None
+) -> list[WeightSync]:
+    """Return a `WeightSync` for each server. With `publish: nccl`, all of them share `group`. Raises EngineError if the
+    configured way to receive weights doesn't exist for this kind of server."""
     kinds = [await kind_of(server) for server in servers]
     seconds = config.control_seconds
     if weights and config.publish != "reload" and any(kind.startswith("SGLang") for kind in kinds):
         raise EngineError(f"{kinds[0]} takes weights by engine.publish=reload only, not by {config.publish!r}")
-    if weights and config.publish == "nccl":
-        nccl = config.nccl or NCCLConfig()
-        return [
-            NCCLTransfer(server, address=nccl.address, port=port, seconds=seconds)
-            for server, port in zip(servers, ports(nccl.address, nccl.port, len(servers)), strict=True)
-        ]
+    if group is not None:
+        return [NCCLTransfer(server, group, seconds=seconds) for server in servers]
     vllm = VLLMTransfer if weights and config.publish == "transfer" else VLLMReload
     return [
         (SGLangWeights if kind.startswith("SGLang") else vllm)(server, seconds=seconds)

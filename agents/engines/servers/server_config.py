@@ -90,7 +90,7 @@ class NCCLConfig(Config):
     """An address of this machine that the workers can reach. Any process that can reach it could take a worker's place,
     so use loopback or a private network."""
     port: int | None = Field(default=None, ge=1, le=65535)
-    """Port for the first server. Each further server uses the next port. If it is None, free ports are used."""
+    """Port at which this process waits for all workers. If it is None, a free port is used."""
 
 
 class ServerSettings(RequestConfig):
@@ -111,6 +111,7 @@ class ServerSettings(RequestConfig):
     """The folder to which training writes new weights. The servers must be able to read it. If it is None, a temporary
     folder is used."""
     control_seconds: float = Field(default=120.0, gt=0)
-    """Time limit, in seconds, for each step in a weight sync, such as a pause or a load. No step is retried."""
+    """Time limit, in seconds, for each step in a weight sync, such as a pause or a load. Only a broadcast over NCCL is
+    retried, once."""
     nccl: Annotated[NCCLConfig | None, FreeAtResume] = None
-    """Address and port for `publish: nccl`. If it is None, loopback and free ports are used."""
+    """Address and port for `publish: nccl`. If it is None, loopback and a free port are used."""

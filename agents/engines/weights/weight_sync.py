@@ -5,7 +5,7 @@ before the next step begins. Otherwise one server could sample with new weights 
 a step fails on a server, its weights are unknown, and the later steps leave it out. If all servers have failed,
 `sync_servers` raises an error, and the engine must stop sampling.
 Steps aren't retried, because after a timeout, a step may still be running on the server. Servers read the weights from
-a folder, or receive them over NCCL.
+a folder, or receive them over NCCL (`NCCLGroup`, which repeats a failed broadcast).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import struct
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ....tapes.errors import TapereelError
 from ..engine import PublishMode
@@ -85,6 +85,9 @@ class WeightSync(Rests, Protocol):
 
         If the server stayed paused, its other clients would be blocked."""
         ...
+
+
+SyncT = TypeVar("SyncT", bound=WeightSync)
 
 
 class VLLMReload:
@@ -187,7 +190,7 @@ async def sync_servers(
     failed: dict[WeightSync, PublishFailed] = {}
     for name, step in steps:
         began = time.perf_counter()
-        errors = await _on_all([sync for sync in syncs if sync not in failed], step)
+        errors = await on_all([sync for sync in syncs if sync not in failed], step)
         if timers is not None:
             timers[name] = timers.get(name, 0.0) + time.perf_counter() - began
         for sync, error in errors.items():
@@ -196,7 +199,7 @@ async def sync_servers(
             )
             failed[sync].__cause__ = error
         if errors and len(failed) == len(syncs):
-            left = await _on_all(syncs, lambda sync: sync.abandon(f"{UNKNOWN}publishing {version} failed"))
+            left = await on_all(syncs, lambda sync: sync.abandon(f"{UNKNOWN}publishing {version} failed"))
             cleanup = [f"; so did bringing {_where(sync)} back: {error}" for sync, error in left.items()][:1]
             first = next(iter(failed.values()))
             raise PublishFailed(
@@ -207,9 +210,7 @@ async def sync_servers(
     return failed
 
 
-async def _on_all(
-    syncs: Sequence[WeightSync], step: Callable[[WeightSync], Awaitable[None]]
-) -> dict[WeightSync, Exception]:
+async def on_all(syncs: Sequence[SyncT], step: Callable[[SyncT], Awaitable[None]]) -> dict[SyncT, Exception]:
     """Run a step on all servers concurrently. Returns the errors of the servers on which it failed."""
     # `return_exceptions` makes gather wait for every server, so the step has ended on all servers when the next one
     # begins.

@@ -36,7 +36,8 @@ class GlooCommunicator:
         self._group.broadcast([tensor], options).wait()
 
     def destroy(self) -> None:
-        """Nobody meets here any more."""
+        """Close the connections, on which others may wait."""
+        self._group = None
 
 
 class NoStream:
