@@ -385,6 +385,8 @@ class Fleet:
             self._watching.cancel()
             with suppress(asyncio.CancelledError, Exception):  # its error has reached the requests through `broken`
                 await self._watching
+        for member in self.members:
+            await member.sync.close()
         for server in [*(member.server for member in self.members), *self._left]:
             await server.close()
         if self._temporary is not None:

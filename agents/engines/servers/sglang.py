@@ -145,6 +145,9 @@ class SGLangWeights:
         await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": True})
         await self._post("/continue_generation", {})
 
+    async def close(self) -> None:
+        """Do nothing, because each step is a request of its own."""
+
     # A sleeping server frees its KV cache and CUDA graphs, but keeps its weights. The sleep routes answer with text.
 
     async def release(self) -> None:

@@ -86,6 +86,10 @@ class WeightSync(Rests, Protocol):
         If the server stayed paused, its other clients would be blocked."""
         ...
 
+    async def close(self) -> None:
+        """Free what this process holds for weight syncs."""
+        ...
+
 
 SyncT = TypeVar("SyncT", bound=WeightSync)
 
@@ -127,6 +131,9 @@ class VLLMReload:
         await self._drop()
         await self._call_weights(version)
         await self._post("/resume")
+
+    async def close(self) -> None:
+        """Do nothing, because each step is a request of its own."""
 
     async def _call_weights(self, version: str) -> None:
         """Give the name `version` to the server's current weights."""

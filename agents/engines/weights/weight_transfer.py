@@ -125,6 +125,9 @@ class NCCLTransfer(VLLMTransfer):
     async def update(self, folder: Path) -> None:
         await self._group.send(self, folder)
 
+    async def close(self) -> None:
+        await self._group.leave()
+
     async def leave(self) -> None:
         """Let the workers free the memory of the group that they are in, if any. vLLM refuses this in an update."""
         try:

@@ -147,7 +147,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[list[str]]]:
 def using(found: list[Workers], test: Callable[[Any, list[str]], Awaitable[Any]], **options: Any) -> None:
     async def whole() -> None:
         async with up(*found) as urls:
-            config = settings(*urls, way="nccl", nccl=NCCLConfig(port=free_port("127.0.0.1")), **options)
+            given = {"way": "nccl", "nccl": NCCLConfig(port=free_port("127.0.0.1"))} | options
+            config = settings(*urls, **given)
             engine = await connect(config, RENDERER, weights=True)
             try:
                 await test(engine, urls)
@@ -266,3 +267,16 @@ def test_a_server_that_was_restarted_since_the_last_sync_joins_again(tmp_path: P
         assert await versions(engine) == [(url, "run:2") for url in urls]
 
     using([one, other], test, weights_folder=tmp_path)
+
+
+def test_a_closed_engine_has_left_its_port(tmp_path: Path) -> None:
+    server, nccl = Workers(), NCCLConfig(port=free_port("127.0.0.1"))
+    engines = list[RemoteEngine]()
+
+    async def test(engine: RemoteEngine, urls: list[str]) -> None:
+        engines.append(engine)  # not yet collected as garbage when the next engine comes
+        await engine.sync_weights(WEIGHTS, f"run:{len(engines)}")
+
+    for k in range(2):
+        using([server], test, weights_folder=tmp_path / str(k), nccl=nccl)
+    assert [group[2] for group in server.groups] == [nccl.port, nccl.port]
