@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,20 +154,27 @@ async def stood_still(lab: Lab, url: str, server: int) -> str:
     """What is said of workers that don't take what is sent; a trainer that comes after that finds the server well."""
     engine = await engine_of(lab, url, seconds=5.0)
     await engine.sync_weights(lab.base, "nccl/before the loss")  # makes the group
-    sync = engine.fleet.members[0].sync
-    update = sync.update
+    sync: Any = engine.fleet.members[0].sync
+    abandon, broadcast, still = sync.abandon, transfer._broadcast, ExitStack()
 
-    async def late(folder: Path) -> None:
-        with standing_still(server):
-            await update(folder)
+    def late(*given: Any) -> None:
+        still.enter_context(standing_still(server))
+        broadcast(*given)
 
-    sync.update = late  # pyright: ignore[reportAttributeAccessIssue]
+    async def awake(version: str) -> None:
+        still.close()
+        await abandon(version)
+
+    transfer._broadcast, sync.abandon = late, awake
     try:
         await engine.sync_weights(lab.other, "nccl/lost")
     except PublishFailed as error:
         told = str(error)
     else:
         raise AssertionError("weights were published to workers that stood still")
+    finally:
+        still.close()
+        transfer._broadcast = broadcast
     await engine.close()
     engine = await engine_of(lab, url)
     await engine.sync_weights(lab.other, "nccl/found/other")
