@@ -47,7 +47,8 @@ class Gists {
     while (this.kept.size > KEPT_GISTS) this.kept.delete(this.kept.keys().next().value);
     this.timer = 0;
     if (this.wanted.size) this.soon(); // more rows than are read at once, or drawn meanwhile
-    for (const [k, made] of [...drawn]) if (keys.has(made.dataset.tape)) this.list.refresh(k, k + 1);
+    if (this.failed) this.list.redraw(); // rows drawn meanwhile won't be read either
+    else for (const [k, made] of [...drawn]) if (keys.has(made.dataset.tape)) this.list.refresh(k, k + 1);
   }
 }
 

@@ -268,6 +268,18 @@ def test_an_empty_answer_is_not_a_missing_one(page, tmp_path: Path):
         page.locator(".gist dd", has_text="(empty)").wait_for()
 
 
+def _scroll(page, share: float) -> None:
+    """Scroll to this share of the list, and wait until its rows are drawn."""
+    page.evaluate(
+        """async (share) => {
+            const one = document.querySelector('.rows');
+            one.scrollTop = share * one.scrollHeight;
+            for (let k = 0; k < 3; k += 1) await new Promise(requestAnimationFrame);
+        }""",
+        share,
+    )
+
+
 def test_questions_and_answers_are_read_for_rows_in_view_only(page, tmp_path: Path):
     with served(wide_run(tmp_path / "run", 3000)) as server:
         asked: list[int] = []
@@ -284,14 +296,16 @@ def test_questions_and_answers_are_read_for_rows_in_view_only(page, tmp_path: Pa
         row.locator(".c-question", has_text="What is 6 * 7?").wait_for()
         assert sum(asked) < 70
         for share in (0.3, 0.6, 0.9):
-            page.evaluate(
-                "share => { const one = document.querySelector('.rows'); one.scrollTop = share * one.scrollHeight; }",
-                share,
-            )
+            _scroll(page, share)
             page.wait_for_function("() => !document.querySelector('.rows .unread')")
         assert sum(asked) < 300
-        page.route("**/api/gists?**", lambda route: route.abort())
-        page.evaluate("document.querySelector('.rows').scrollTop = 40000")
+        held.clear()
+        page.route("**/api/gists?**", lambda route: held.append(route))
+        _scroll(page, 0.4)
+        while not held:
+            page.wait_for_timeout(10)
+        _scroll(page, 0.8)  # these rows are drawn before the answer comes
+        held[0].abort()
         page.locator(".trow .c-question", has_text="not read").first.wait_for()
     page.trouble.clear()
 
