@@ -468,8 +468,7 @@ class Session:
                 key, calls, thought = _echo_key(message), message.get("tool_calls"), message.get(THOUGHT, "").strip()
                 own = [call["id"] for call in calls] if calls else []
                 answers = [one for one in self._sent.get(key, ()) if not thought or thought == one.thought]
-                by_call = self._called[key] if own and key in self._called else []
-                called = [one for one in by_call if not thought or thought == one.thought]
+                called = [one for one in self._called.get(key, ()) if not thought or thought == one.thought]
                 by_id = [one for one in answers + called if own and own[0] == one.calls[0]["id"]]
                 answers = by_id or [one for one in answers if one.conversation == conversation]
                 if answers:

@@ -1,7 +1,7 @@
 """TRL's `GRPOTrainer` on the model and prompts of `gpu.py`'s case `0.6b-full`: 4 groups of 16, at most 256 tokens.
 
 Arguments: the model's folder, updates. As in that case, weights are float32, computation is bfloat16, layers are
-checkpointed, answers are not length-filtered, and there is one optimiser step per batch of answers. `generate()` of
+checkpointed, and each batch of answers is trained on in one optimiser step. `generate()` of
 transformers samples, 64 answers at once. TRL trains 16 rows at a time, twice its default. Prints one JSON object.
 """
 
