@@ -100,6 +100,16 @@ class Generation:
     """Number of prompt tokens for which KV was copied when the generation first joined a batch. None before that."""
     clean: bool = True
     """Whether the KV is finite and was computed by one version of the weights. Otherwise it must not be parked."""
+    begins: bytes = field(init=False)
+    """The keys (`tapes.places.keys`) of the prompt's tokens as 64-bit integers."""
+
+    def __post_init__(self) -> None:
+        self.begins = keys(self.prompt, self.places).tobytes()
+
+    @property
+    def length(self) -> int:
+        """Number of tokens in the prompt and in the completion so far."""
+        return len(self.prompt) + len(self.ids)
 
 
 class Batch:
@@ -126,15 +136,14 @@ class Batch:
 
     def missing(self, generation: Generation, joining: Iterable[Generation] = ()) -> int:
         """Return the number of tokens that a forward must compute if the generation joins now, after `joining`."""
-        length = len(generation.prompt) + len(generation.ids)
+        length = generation.length
         return length - self._nearest(generation, joining, self.shared(generation)[1], length)[1]
 
     def shared(self, generation: Generation, most: int | None = None) -> tuple[Parked | Generation | None, int]:
         """Return the parked KV or the running row that the generation can copy most KV from, and the number of tokens
         that it shares with the generation. It is at most `most`, and less than the generation's number of tokens."""
-        tokens = _keys(generation)
-        most = min(len(tokens) - 1, len(tokens) if most is None else most)
-        parked, n = self.parked.find(generation.key, tokens, generation.places, most)
+        most = min(generation.length - 1, generation.length if most is None else most)
+        parked, n = self.parked.find(generation.key, _keys(generation), generation.places, most)
         row, shared = self._nearest(generation, (row for row in self.rows if row.clean), n, most)
         return (row, shared) if row is not None else (parked, n)
 
@@ -143,17 +152,19 @@ class Batch:
     ) -> tuple[Generation | None, int]:
         """Return the one of `others` that begins with most tokens of the generation, and their number. None and `n` if
         none begins with more than `n` tokens."""
-        found, tokens = None, None
+        found, tokens = None, _keys(generation)
+        more = tokens[: n + 1].tobytes()
         for other in others:
             if n >= most:
                 break
-            if _token(other, n) != _token(generation, n):
+            # Most rows are ruled out by this comparison of bytes, which is much cheaper than `shared_length`.
+            if not (other.begins if n < len(other.prompt) else _key_bytes(other)).startswith(more):
                 continue
-            tokens = _keys(generation) if tokens is None else tokens
             theirs = _keys(other) if other.slot < 0 else _keys(other)[: self._length[other.slot]]
             shared = shared_length(theirs, tokens, (*other.places, *generation.places), most)
             if shared > n:
                 found, n = other, shared
+                more = tokens[: n + 1].tobytes()
         return found, n
 
     def plan(self, generations: Iterable[Generation]) -> tuple[list[list[Family]], list[Generation]]:
@@ -164,11 +175,11 @@ class Batch:
         now: list[tuple[int, Family]] = []
         later: list[tuple[int, Family]] = []
         saved = 0
-        for family in self._families(generations):
-            alone = self.missing(family[0])
-            together = self.missing(family[0], (other[0] for _, other in now))
-            (later if together < alone else now).append((alone, family))
-            saved += alone - together
+        for have, family in self._families(generations):
+            length = family[0].length
+            shared = self._nearest(family[0], (other[0] for _, other in now), have, length)[1]
+            (later if shared > have else now).append((length - have, family))
+            saved += shared - have
         if saved <= SPARE:
             now, later = now + later, []
         return self._packed(now), [generation for _, family in later for generation in family]
@@ -189,18 +200,19 @@ class Batch:
                 real = new
         return out
 
-    def _families(self, generations: Iterable[Generation]) -> list[Family]:
-        """Group generations that begin with the same tokens, so that a shared prompt is computed only once."""
-        out: list[Family] = []
+    def _families(self, generations: Iterable[Generation]) -> list[tuple[int, Family]]:
+        """Group generations that begin with the same tokens, so that a shared prompt is computed only once. Each family
+        comes with the number of its first one's tokens that have KV already."""
+        out: list[tuple[int, Family]] = []
         # In descending order, a token sequence directly follows the longer sequences that begin with it.
         longest, have = b"", 0
-        known = [(_keys(generation).tobytes(), generation) for generation in generations]
+        known = [(_key_bytes(generation), generation) for generation in generations]
         for tokens, generation in sorted(known, key=lambda pair: pair[0], reverse=True):
-            if longest.startswith(tokens) and len(generation.prompt) + len(generation.ids) > have:
-                out[-1].append(generation)
+            if longest.startswith(tokens) and generation.length > have:
+                out[-1][1].append(generation)
             else:
-                out.append([generation])
                 longest, have = tokens, self.shared(generation)[1]
+                out.append((have, [generation]))
         return out
 
     def join(self, families: Sequence[Family]) -> list[Generation]:
@@ -216,7 +228,7 @@ class Batch:
         for row, (history, n) in enumerate(found):
             ids[row, ids.shape[1] - new[row] :] = history[n:]
         others = [(row, generation) for row, family in enumerate(families) for generation in family[1:]]
-        length = [len(generation.prompt) + len(generation.ids) for _, generation in others]
+        length = [generation.length for _, generation in others]
         last = [*(have + new), *length]
         at = np.array([*range(len(computed)), *(row for row, _ in others)])
         columns = ids.shape[1] - 1 - ((have + new)[at] - last)
@@ -273,7 +285,7 @@ class Batch:
 
         The source stays valid, because several generations may copy from it. Each of the family needs logits after its
         last token, so this token must be computed."""
-        source, shared = self.shared(family[0], min(len(one.prompt) + len(one.ids) for one in family) - 1)
+        source, shared = self.shared(family[0], min(one.length for one in family) - 1)
         if isinstance(source, Generation):
             self.decoder.move(source.slot, slot, shared)
         elif source is not None and shared:
@@ -381,12 +393,10 @@ def _history(generation: Generation) -> NDArray[np.int32]:
     return np.frombuffer(generation.prompt + generation.ids, dtype=np.int32)
 
 
-def _token(generation: Generation, at: int) -> int | None:
-    """Return the id of the token at this index, or None after the last one."""
-    n = len(generation.prompt)
-    ids, at = (generation.prompt, at) if at < n else (generation.ids, at - n)
-    return ids[at] if at < len(ids) else None
+def _key_bytes(generation: Generation) -> bytes:
+    """Return the keys of the prompt and the completion so far as 64-bit integers."""
+    return generation.begins + keys(generation.ids, ()).tobytes() if generation.ids else generation.begins
 
 
 def _keys(generation: Generation) -> NDArray[np.int64]:
-    return keys(_history(generation), generation.places)
+    return np.frombuffer(_key_bytes(generation), dtype=np.int64)
