@@ -256,22 +256,29 @@ class Store:
         """Use this lease for all records from now on. The `lead` record is durable when this returns. Raises LeaseLost
         if the store already has a `lead` record with this epoch or a later one."""
         self.lease, self.writer.guard, holder = lease, lease.check, lease.holder
-        self._check_recorded(lease, own=0)
+        self._check_recorded(lease)
         self.writer.append(Lead(epoch=holder.epoch, host=holder.host, pid=holder.pid, at=holder.began).body())
         self.writer.sync()
         # Without file locks, another process may have recorded the same epoch meanwhile. Then neither process leads.
-        self._check_recorded(lease, own=1)
+        self._check_recorded(lease)
 
     def check_lead(self) -> None:
         """Raise LeaseLost if this process has lost its lease. Call this before writing one of the run's files."""
         if self.lease is not None:
             self.lease.check()
-            self._check_recorded(self.lease, own=1)
+            self._check_recorded(self.lease)
 
-    def _check_recorded(self, lease: Lease, *, own: int) -> None:
-        self.refresh()
-        later = [lead for lead, _ in recorded_leads(self.index) if lead.epoch >= lease.epoch]
-        if len(later) > own:
+    def _check_recorded(self, lease: Lease) -> None:
+        # Another process records its lead in a segment of its own. To read this process's records again would take time
+        # at each update.
+        self._refresh(besides=self.writer.segment)
+        mine = lease.holder
+        later = [
+            lead
+            for lead, _ in recorded_leads(self.index)
+            if lead.epoch >= mine.epoch and (lead.host, lead.pid, lead.began) != (mine.host, mine.pid, mine.began)
+        ]
+        if later:
             raise lease.lost(later[-1])
 
     def check_counted(self) -> None:
@@ -318,7 +325,10 @@ class Store:
     def refresh(self) -> dict[str, Break]:
         """Read the lines that were written since the last refresh. Return a `Break` for each segment with a torn tail,
         by segment name. Raises Corrupt if durable bytes changed and the store is strict."""
-        breaks = self.index.refresh()
+        return self._refresh()
+
+    def _refresh(self, besides: str | None = None) -> dict[str, Break]:
+        breaks = self.index.refresh(besides=besides)
         for broken in breaks.values():
             if self.strict and broken.verdict == "corrupt":
                 raise broken.error()
