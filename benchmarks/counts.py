@@ -3,9 +3,10 @@
     python benchmarks/counts.py
     python benchmarks/counts.py --write
 
-Python's calls are counted with `sys.setprofile`, functions in C included: per turn of an episode, and per record that
-`verify` checks. Tokens are those that the embedded engine prefills and recomputes. Passes are operations of torch on a
-chunk of logits in the output layer's loss and gradient. `tests/front/test_counts.py` compares in the default suite.
+Python's calls are counted with `sys.setprofile`, functions in C included: per turn of an episode, per record that
+`verify` checks, and per request of the embedded engine. Tokens are those that the engine prefills and recomputes.
+Passes are operations of torch on a chunk of logits in the output layer's loss and gradient.
+`tests/front/test_counts.py` compares in the default suite.
 """
 
 from __future__ import annotations
@@ -123,6 +124,30 @@ def tokens() -> dict[str, float]:
     return found
 
 
+def admitted() -> dict[str, float]:
+    """Calls per request that the embedded engine admits, decodes twice and answers: 64 prompts that begin alike."""
+    import torch
+    from embedded_engine import NoText
+    from shared_prefix import policy
+
+    from tapereel.agents import Request
+    from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
+    from tapereel.tapes.records import Sampling
+
+    own = torch.randint(0, 104, (64, 8), generator=torch.Generator().manual_seed(1)).tolist()
+    asked = [
+        Request(messages=(), prompt=array("i", [*range(32), *ids]), sampling=Sampling(max_tokens=2), seed=seed)
+        for seed, ids in enumerate(own)
+    ]
+
+    async def run() -> None:
+        engine = EmbeddedEngine(policy(), NoText(), version="v0", slots=64, capacity=64)
+        await asyncio.gather(*(engine.complete(request) for request in asked))
+        await engine.close()
+
+    return {"calls per request, embedded engine, 64 prompts": calls(lambda: asyncio.run(run()), ours=True) / 64}
+
+
 def passes() -> dict[str, float]:
     """Operations on a chunk of logits, per chunk: loss and gradient in one pass, and log-probs with their gradient."""
     import torch
@@ -159,7 +184,7 @@ def passes() -> dict[str, float]:
 
 def measure() -> dict[str, float]:
     """Every count, by name."""
-    return {name: round(n, 1) for part in (turns, verified, tokens, passes) for name, n in part().items()}
+    return {name: round(n, 1) for part in (turns, verified, admitted, tokens, passes) for name, n in part().items()}
 
 
 def differences(now: dict[str, float], table: dict[str, float]) -> list[str]:

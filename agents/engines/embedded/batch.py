@@ -100,7 +100,7 @@ class Generation:
     """Number of prompt tokens for which KV was copied when the generation first joined a batch. None before that."""
     clean: bool = True
     """Whether the KV is finite and was computed by one version of the weights. Otherwise it must not be parked."""
-    begins: bytes = field(init=False)
+    begins: bytes = field(init=False, repr=False)
     """The keys (`tapes.places.keys`) of the prompt's tokens as 64-bit integers."""
 
     def __post_init__(self) -> None:

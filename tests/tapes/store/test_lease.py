@@ -312,6 +312,19 @@ def test_of_two_records_of_one_epoch_neither_leads(tmp_path: Path) -> None:
             store.append_layer(Use(lineage="main", update=0, items=()))
 
 
+def test_a_check_of_the_lead_reads_other_processes_records_only(tmp_path: Path) -> None:
+    lab = Lab()
+    with Lease(tmp_path, beat=0.05) as lease, Store.create(tmp_path) as store:
+        store.take_lead(lease)
+        for name in ("mine", "other"):
+            writer = store.writer if name == "mine" else Store.open(tmp_path, write=True).writer
+            writer.append(lab.begin(name))
+            writer.sync()
+        store.check_lead()
+        assert [summary.id for summary in store.index.tapes("1", ())] == ["other"]
+        assert [summary.id for summary in store.summaries()] == ["mine", "other"]
+
+
 def test_of_two_that_record_one_epoch_at_once_neither_takes_the_lead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from array import array
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from tapereel.agents.engines.embedded.batch import Batch, Generation, Stats
 from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
+from tapereel.agents.engines.embedded.kv_cache import SlotDecoder
 from tapereel.agents.engines.engine import Completion, Request
 
 from ...embedded_lab import ask, assert_faithful, decoder, engine, prompt_of, until
@@ -94,3 +100,41 @@ def test_the_number_of_slots_changes_no_token() -> None:
 
     alone, few, many = (asyncio.run(main(slots)) for slots in (1, 5, 32))
     assert [c.ids for c in alone] == [c.ids for c in few] == [c.ids for c in many]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_row_that_shares_most_is_found_among_all_rows(seed: int) -> None:
+    """Against a comparison of lists, with few ids, so that many rows begin alike."""
+    rng = random.Random(seed)
+
+    def generation() -> Generation:
+        ids = [1, 2, 3, *rng.choices([4, 5], k=rng.randint(1, 12))]
+        sampling: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stops": frozenset(), "barred": ()}
+        return Generation(prompt=array("i", ids), seed=rng.getrandbits(32), limit=20, min_tokens=0, key="", **sampling)
+
+    def tokens(one: Generation) -> list[int]:
+        return [*one.prompt, *one.ids]
+
+    def alike(one: Generation, other: Sequence[int]) -> int:
+        pairs = enumerate(zip(tokens(one), other, strict=False))
+        return next((k for k, (a, b) in pairs if a != b), min(len(tokens(one)), len(other)))
+
+    batch = Batch(SlotDecoder(decoder(), slots=12, capacity=64), 0, Stats())
+    for _ in range(3):
+        later = [generation() for _ in range(4)]
+        while later:
+            groups, later = batch.plan(later)
+            for group in groups:
+                batch.join(group)
+        for _ in range(rng.randint(0, 4)):
+            batch.step()
+    for _ in range(20):
+        new, joining = generation(), [generation() for _ in range(3)]
+        kv = [tokens(row)[:-1] for row in batch.rows]  # the last sampled token has none yet
+        most = len(new.prompt) - 1
+        found, n = batch.shared(new)
+        assert n == max(min(alike(new, row), most) for row in kv)
+        assert isinstance(found, Generation)
+        assert alike(new, tokens(found)) >= n
+        together = max(n, *(alike(new, tokens(one)) for one in joining))
+        assert batch.missing(new, joining) == len(new.prompt) - together
