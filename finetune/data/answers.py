@@ -17,12 +17,10 @@ REFLECTION = re.compile(
 def repeated(ids: NDArray[np.integer]) -> int:
     """Return how many 4-grams of the token ids (n,) occurred before in the same answer: 0 if all differ, at most n -
     4."""
-    if len(ids) < 5:
-        return 0
-    wide = ids.astype(np.int64)
-    # A 64-bit key holds two 32-bit ids, or the indices of two pairs. So equal keys mean equal 4-grams.
-    _, pair = np.unique(wide[:-1] << 32 | wide[1:], return_inverse=True)
-    return len(pair) - 2 - len(np.unique(pair[:-2] << 32 | pair[2:]))
+    # For 6 tokens, a set is 13 times as fast as sorting with NumPy. For 16,000 tokens, it takes 1.3 times as long.
+    tokens = ids.tolist()
+    grams = [*zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False)]
+    return len(grams) - len(set(grams))
 
 
 def reflections(text: str) -> int:
