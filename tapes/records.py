@@ -251,7 +251,7 @@ class Begin(Record):
     @property
     def media(self) -> tuple[str, ...]:
         """Names of the media files that the task refers to."""
-        return media_of(self.task)
+        return media_of(self.task.pictures)
 
 
 class StepRecord(Record):

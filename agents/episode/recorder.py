@@ -104,7 +104,7 @@ def keep_pictures(shown: Task | Picture, journal: Journal | None) -> None:
     """Store the file of a picture, or the files of all pictures in a task, if there is a journal. Blocks."""
     if journal is None:
         return
-    for picture in pictures_of(shown):
+    for picture in pictures_of(shown.pictures if isinstance(shown, Task) else shown):
         try:
             if picture.data is not None:
                 journal.media.put(picture.data, ".png")
