@@ -70,3 +70,10 @@ def ask(
         return Answer(response.status, dict(response.getheaders()), response.read())
     finally:
         connection.close()
+
+
+def show(page: Any, server: Any, where: str = "#/") -> None:
+    """Go to a place of the viewer, and return when keys act on what it shows."""
+    page.goto(f"{server.url}{where}")
+    # A tape's rows are drawn before one of them is chosen.
+    page.wait_for_function("() => T.app.rows.length > 0" + (" && T.app.tape.at >= 0" if "#/tape/" in where else ""))

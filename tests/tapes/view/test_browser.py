@@ -19,7 +19,7 @@ from ...agents.episode.test_seeing import Player, played
 from ...agents.episode.test_seeing_tokens import Babbler
 from ...agents.picture_worlds import Cinema, Corners, square
 from .lab import HOSTILE, Recording, episode, growing, training_run
-from .serving import served
+from .serving import served, show
 from .test_checks import other, said_of
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
@@ -28,11 +28,6 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
 def _tapes(page: Any) -> list[str]:
     page.wait_for_selector(".trow[data-tape]")
     return page.eval_on_selector_all(".trow[data-tape]", "rows => rows.map(row => row.dataset.tape)")
-
-
-def _open(page: Any, server: Any, where: str = "#/") -> None:
-    page.goto(f"{server.url}{where}")
-    page.wait_for_function("() => T.app.rows.length > 0")
 
 
 def _note(page: Any, text: str) -> None:
@@ -50,7 +45,7 @@ def _shades(page: Any) -> list[str]:
 
 
 def test_the_table_lists_failures_first(page, server):
-    _open(page, server)
+    show(page, server)
     assert _tapes(page) == [
         "broken",
         "slow",
@@ -93,7 +88,7 @@ def test_the_table_lists_failures_first(page, server):
     ],
 )
 def test_a_filter_is_an_address(page, server, query: str, fits: set[str]):
-    _open(page, server, f"#/?{query}")
+    show(page, server, f"#/?{query}")
     if "text=" in query:
         _note(page, "searched ")
     if fits:
@@ -106,7 +101,7 @@ def test_a_filter_is_an_address(page, server, query: str, fits: set[str]):
 
 
 def test_filters_are_set_by_hand(page, server):
-    _open(page, server)
+    show(page, server)
     page.locator(".status-filter", has_text="error").click()
     assert _tapes(page) == ["broken"]
     assert page.url.endswith("#/?status=error")
@@ -127,7 +122,7 @@ def test_a_pattern_that_never_ends_is_stopped_and_the_page_lives(page, tmp_path:
         made.see("a" * 60 + "!")
         made.end()
     with served(tmp_path / "run") as server:
-        _open(page, server, "#/?text=%28a%2B%29%2B%24&re=1")
+        show(page, server, "#/?text=%28a%2B%29%2B%24&re=1")
         _note(page, "the pattern took more than 3 s")
         page.evaluate("location.hash = '#/tape/t'")
         page.wait_for_selector("article.item.observation")
@@ -146,7 +141,7 @@ def test_a_pattern_that_never_ends_is_stopped_and_the_page_lives(page, tmp_path:
 
 
 def test_a_tape_has_an_outline_a_transcript_and_an_inspector(page, server):
-    _open(page, server, "#/tape/g0a1")
+    show(page, server, "#/tape/g0a1")
     kinds = _transcript(page)
     assert len(kinds) == 11
     assert "begin" in kinds[0]
@@ -173,7 +168,7 @@ def test_a_tape_has_an_outline_a_transcript_and_an_inspector(page, server):
 
 
 def test_what_a_rewritten_history_lost_is_shown(page, server):
-    _open(page, server, "#/tape/broken/call/broken.2")
+    show(page, server, "#/tape/broken/call/broken.2")
     page.get_by_role("tab", name="Changes").click()
     assert page.locator(".message.gone .body").all_inner_texts() == ["Be exact.", "1 / 0?"]
     assert page.locator(".message.fresh .body").all_inner_texts() == ["write a number"]
@@ -183,7 +178,7 @@ def test_what_a_rewritten_history_lost_is_shown(page, server):
 
 
 def test_tokens_are_shaded_by_what_is_asked_for(page, server):
-    _open(page, server, "#/tape/broken/call/broken.1")
+    show(page, server, "#/tape/broken/call/broken.1")
     page.get_by_role("tab", name="Tokens").click()
     tokens = page.locator(".token-pane .tokens .tok")
     assert _shades(page) == ["p0", "unknown", "p5", "p0"]
@@ -223,7 +218,7 @@ def test_advantages_come_from_whoever_knows_training(page, run: Path):
             pass
 
     with served(run, insight=Insight) as server:
-        _open(page, server, "#/tape/g0a0/call/g0a0.1")
+        show(page, server, "#/tape/g0a0/call/g0a0.1")
         page.get_by_role("tab", name="Tokens").click()
         page.locator(".tok", has_text="<4>").wait_for()
         for colour, expected in (("advantage", ["down3", "p0", "unknown"]), ("ratio", ["up4", "p0", "down4"])):
@@ -237,7 +232,7 @@ def test_advantages_come_from_whoever_knows_training(page, run: Path):
 
 
 def test_the_attempts_of_a_group_stand_side_by_side(page, server):
-    _open(page, server, "#/?cols=question,group")
+    show(page, server, "#/?cols=question,group")
     page.locator('[data-tape="g0a1"] .c-group a').click()
     page.wait_for_selector("table.attempts")
     cells = "rows => rows.map(row => [...row.children].map(cell => cell.innerText.trim()))"
@@ -254,7 +249,7 @@ def test_the_attempts_of_a_group_stand_side_by_side(page, server):
 
 
 def test_a_point_of_the_curve_leads_to_its_tapes(page, server):
-    _open(page, server, "#/curve")
+    show(page, server, "#/curve")
     page.wait_for_selector(".chart .dot")
     assert page.locator(".chart .dot").count() == 2
     page.locator(".chart").focus()
@@ -274,7 +269,7 @@ def test_a_run_without_training_has_a_curve_of_stretches(page, tmp_path: Path):
         for k in range(3):
             episode(store, f"t{k}", ["42"], float(k), at=1000.0 + k)
     with served(tmp_path / "run") as server:
-        _open(page, server, "#/curve")
+        show(page, server, "#/curve")
         page.wait_for_selector(".chart .dot")
         page.locator(".chart .dot").last.click()
         page.wait_for_function("() => T.app.table.found.length === 1 && location.hash === '#/?update=tapes-3-3'")
@@ -286,7 +281,7 @@ def test_a_run_without_training_has_a_curve_of_stretches(page, tmp_path: Path):
 
 def test_a_running_experiment_is_followed(page, tmp_path: Path):
     with growing(tmp_path / "run") as store, served(tmp_path / "run") as server:
-        _open(page, server)
+        show(page, server)
         assert _tapes(page) == ["first"]
         made = Recording(store, "second", public="live")
         made.see("one")
@@ -322,7 +317,7 @@ def test_an_empty_run_says_so_until_something_is_on_tape(page, tmp_path: Path):
 
 
 def test_the_keyboard_goes_everywhere(page, server):
-    _open(page, server)
+    show(page, server)
     page.keyboard.press("j")
     assert page.locator(".trow.chosen").get_attribute("data-tape") == "slow"
     page.keyboard.press("k")
@@ -367,7 +362,7 @@ def test_the_keyboard_goes_everywhere(page, server):
 
 def test_light_and_dark_follow_the_system_and_the_button(page, server):
     page.emulate_media(color_scheme="dark")
-    _open(page, server)
+    show(page, server)
     ground = "getComputedStyle(document.body).backgroundColor"
     dark = page.evaluate(ground)
     page.emulate_media(color_scheme="light")
@@ -383,7 +378,7 @@ def test_light_and_dark_follow_the_system_and_the_button(page, server):
 def test_a_telephone_has_all_of_it_within_its_width(page, server):
     page.set_viewport_size({"width": 390, "height": 844})
     for where, shown in (("#/", ".trow"), ("#/tape/g0a0", "#find"), ("#/curve", ".chart .tick")):
-        _open(page, server, where)
+        show(page, server, where)
         page.locator(shown).first.wait_for(state="attached")
         beyond = "[...document.querySelectorAll('#bar *')].filter((e) => e.getBoundingClientRect().right > innerWidth)"
         assert page.evaluate(f"document.documentElement.scrollWidth <= innerWidth && {beyond}.length === 0"), where
@@ -394,7 +389,7 @@ def test_a_telephone_has_all_of_it_within_its_width(page, server):
 def test_a_link_holds_when_the_run_is_indexed_again(page, tmp_path: Path):
     run = training_run(tmp_path / "run")
     with served(run) as server:
-        _open(page, server, "#/tape/g0a1/step/3")
+        show(page, server, "#/tape/g0a1/step/3")
         page.locator("article.chosen", has_text="step 3").wait_for()
         address = page.url.split("#")[1]
     (run / "tapes" / "index.sqlite").unlink()
@@ -413,7 +408,7 @@ def test_a_link_holds_when_the_run_is_indexed_again(page, tmp_path: Path):
 
 
 def test_a_badge_says_what_was_checked(page, server):
-    _open(page, server)
+    show(page, server)
     badge = page.locator(".badge")
     assert badge.get_attribute("class") == "badge plain", "nothing is wrong"
     assert badge.bounding_box()["y"] + badge.bounding_box()["height"] <= page.locator("#bar").bounding_box()["height"]
@@ -438,7 +433,7 @@ def test_a_changed_byte_is_told_loudly(page, tmp_path: Path):
     at = data.rfind(b"go on")
     segment.write_bytes(data[:at] + b"GO on" + data[at + 5 :])
     with served(run) as server:
-        _open(page, server)
+        show(page, server)
         badge = page.locator(".badge.bad")
         assert "Broken" in badge.inner_text()
         badge.locator("summary").click()
@@ -446,7 +441,7 @@ def test_a_changed_byte_is_told_loudly(page, tmp_path: Path):
 
 
 def test_a_fork_shows_what_it_inherited_and_where_it_began(page, server):
-    _open(page, server, "#/tape/forked")
+    show(page, server, "#/tape/forked")
     assert sum("inherited" in kind for kind in _transcript(page)) == 5
     assert "forked here" in page.locator("article.begin").nth(1).inner_text()
     assert "second-look −1" in page.locator("article.reward").inner_text()
@@ -457,7 +452,7 @@ def test_a_fork_shows_what_it_inherited_and_where_it_began(page, server):
 
 def test_a_server_that_went_away_is_said_to_be_gone(page, tmp_path: Path):
     with growing(tmp_path / "run"), served(tmp_path / "run") as server:
-        _open(page, server)
+        show(page, server)
     page.locator(".pulse.bad", has_text="not connected").wait_for()
 
 
@@ -465,7 +460,7 @@ def test_what_checks_said_stands_in_the_table_and_on_the_tape(page, tmp_path: Pa
     run = training_run(tmp_path / "run")
     said_of(run, verified("requery", "g0a1"), other("g0a0", HOSTILE).model_copy(update={"verb": "requery"}))
     with served(run) as server:
-        _open(page, server)
+        show(page, server)
         page.locator('[data-tape="g0a1"] .chip.good[title="requery verified"]', has_text="✓").wait_for()
         said_of(run, other("g0a1"), verified("replay", "g0a2"))
         said_of(run, verified("replay", "g0a1"), turn=1)
@@ -499,7 +494,7 @@ def test_pictures_stand_in_their_steps(page: Any, tmp_path: Path):
     names = [picture.name for step in tape.observations for picture in pictures_of(step)]
     page.route(f"**/media/{names[1]}", lambda route: route.abort("connectionfailed"))
     with served(tmp_path / "run") as server:
-        _open(page, server, f"#/tape/{tape.id}")
+        show(page, server, f"#/tape/{tape.id}")
         first = page.locator("article.item.observation").first
         first.locator("figcaption", has_text=f"40x30 {names[0][:12]}").wait_for()
         assert "[picture 40x30" in first.inner_text()
@@ -525,7 +520,7 @@ def test_pictures_and_frames_of_a_task_stand_in_its_beginning(page: Any, tmp_pat
         played_once = rollout(Player(), CornersOfATask(), task, engine=engine, journal=store.writer)
         tape = run_async(played_once)
     with served(tmp_path / "run") as server:
-        _open(page, server, f"#/tape/{tape.id}")
+        show(page, server, f"#/tape/{tape.id}")
         first = page.locator("article.item.begin").first
         first.locator("figure").nth(3).locator("img").wait_for()
         said = first.locator("figcaption").all_inner_texts()
@@ -538,7 +533,7 @@ def test_frames_of_a_video_stand_in_a_row_with_their_times(page: Any, tmp_path: 
         tape = played(Cinema, ScriptedEngine(["1", "2"]), journal=store.writer)
     names = [picture.name for picture in pictures_of(tape[0])]
     with served(tmp_path / "run") as server:
-        _open(page, server, f"#/tape/{tape.id}")
+        show(page, server, f"#/tape/{tape.id}")
         first = page.locator("article.item.observation").first
         first.locator("figcaption", has_text=f"2.5 s 40x30 {names[2][:12]}").wait_for()
         said = [f"{time} s 40x30 {name[:12]}" for time, name in zip(("0.0", "0.5", "2.5"), names, strict=True)]
@@ -552,7 +547,7 @@ def test_the_tokens_of_a_picture_are_one_chip(page: Any, tmp_path: Path):
     (name,) = (picture.name for picture in pictures_of(tape[0]))
     call = tape.calls[0]
     with served(tmp_path / "run") as server:
-        _open(page, server, f"#/tape/{tape.id}")
+        show(page, server, f"#/tape/{tape.id}")
         page.locator("article.item.call").first.click()
         page.locator("summary", has_text="New prompt tokens").click()
         chip = page.locator(".tokens .chip.picture")

@@ -18,15 +18,10 @@ from tapereel.tapes.view.runs import Runs
 
 from .lab import HOSTILE, Recording, episode, wide_run
 from .library import Librarian, library_folder
-from .serving import served, serving_view
+from .serving import served, serving_view, show
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
 PHONE = {"width": 390, "height": 844}
-
-
-def _open(page: Any, server: Any, where: str = "#/") -> None:
-    page.goto(f"{server.url}{where}")
-    page.wait_for_function("() => T.app.rows.length > 0")
 
 
 def _step(page: Any, step: int) -> Any:
@@ -47,7 +42,7 @@ def _saying(tmp_path: Path, *texts: str) -> Iterator[Any]:
 
 
 def test_a_tool_call_reads_as_code_with_its_result(page, library):
-    _open(page, library, "#/tape/u0g0a1")
+    show(page, library, "#/tape/u0g0a1")
     assert _step(page, 4).locator(".body").inner_text() == 'count(shelf="92")'
     failed = _step(page, 5)
     assert failed.locator(".body").inner_text() == "KeyError: '92'"
@@ -58,7 +53,7 @@ def test_a_tool_call_reads_as_code_with_its_result(page, library):
 
 
 def test_the_outline_tells_each_turn_in_a_phrase(page, library):
-    _open(page, library, "#/tape/u0g0a1")
+    show(page, library, "#/tape/u0g0a1")
     page.locator(".turn .what > span").nth(3).wait_for()
     assert page.locator(".turn .what > span").all_inner_texts() == [
         'find(title="Dune")',
@@ -72,7 +67,7 @@ def test_the_outline_tells_each_turn_in_a_phrase(page, library):
 
 def test_the_head_of_a_tape_has_its_question_its_answers_and_why_it_failed(page, library):
     lines = "all => all.map(one => one.innerText.split('\\n'))"
-    _open(page, library, "#/tape/u0g0a1")
+    show(page, library, "#/tape/u0g0a1")
     page.locator(".gist dd").first.wait_for()
     assert page.eval_on_selector_all(".gist > div", lines) == [
         ["Question", "How many copies of Dune does the library have?"],
@@ -84,7 +79,7 @@ def test_the_head_of_a_tape_has_its_question_its_answers_and_why_it_failed(page,
 
 
 def test_json_is_a_tree_that_unfolds(page, library):
-    _open(page, library, "#/tape/u5g0a0")
+    show(page, library, "#/tape/u5g0a0")
     tree = _step(page, 3).locator(".tree").first
     tree.locator("summary").first.wait_for()
     assert _step(page, 3).locator(".entries .entries").count() == 1
@@ -113,7 +108,7 @@ def test_json_is_a_tree_that_unfolds(page, library):
 )
 def test_json_shows_what_was_written_and_stays_small(page, tmp_path: Path, text: str):
     with _saying(tmp_path, text) as server:
-        _open(page, server, "#/tape/t/step/0")
+        show(page, server, "#/tape/t/step/0")
         body = _step(page, 0).locator(".body")
         body.wait_for()
         if len(text) > 4000:
@@ -130,7 +125,7 @@ def test_json_shows_what_was_written_and_stays_small(page, tmp_path: Path, text:
 
 
 def test_markdown_is_formatted_and_one_key_shows_the_raw_text(page, library):
-    _open(page, library, "#/tape/u5g0a0/step/6")
+    show(page, library, "#/tape/u5g0a0/step/6")
     answer = _step(page, 6)
     answer.locator(".heading2 em", has_text="Emma").wait_for()
     assert answer.locator("strong", has_text="3 copies").count() == 1
@@ -165,7 +160,7 @@ def test_markdown_is_formatted_and_one_key_shows_the_raw_text(page, library):
 )
 def test_text_without_markup_stays_as_it_is(page, tmp_path: Path, text: str):
     with _saying(tmp_path, text) as server:
-        _open(page, server, "#/tape/t/step/0")
+        show(page, server, "#/tape/t/step/0")
         _step(page, 0).locator(".body").wait_for()
         assert _step(page, 0).locator(".body").evaluate("one => one.textContent") == text[:4000]
         assert _step(page, 0).locator(".rich").count() == 0
@@ -177,7 +172,7 @@ def test_hostile_markdown_stays_text(page, tmp_path: Path):
         "[x](javascript:window.pwned=1) ![y](data:text/html,z) <javascript:window.pwned=1>\n" + "[" * 3000 + "*_`" * 900
     )
     with _saying(tmp_path, text, "`" * 9000, "\u202e" * 2000 + "**b**") as server:
-        _open(page, server, "#/tape/t/step/0")
+        show(page, server, "#/tape/t/step/0")
         body = _step(page, 0).locator(".body")
         body.locator(".address", has_text="javascript:window.pwned=1").first.wait_for()
         allowed = {"DIV", "P", "SPAN", "CODE", "PRE", "STRONG", "EM", "BLOCKQUOTE"}
@@ -195,7 +190,7 @@ def test_long_arguments_and_results_fold(page, tmp_path: Path):
         made.result("\n".join(map(str, range(3000))))
         made.end()
     with served(tmp_path / "run") as server:
-        _open(page, server, "#/tape/t/step/1")
+        show(page, server, "#/tape/t/step/1")
         call = _step(page, 0)
         call.locator("details.fragment").wait_for()
         assert call.locator(".given").is_hidden()
@@ -212,7 +207,7 @@ def test_long_arguments_and_results_fold(page, tmp_path: Path):
 
 def test_a_group_wraps_at_punctuation_and_never_within_a_name(page, library):
     page.set_viewport_size(PHONE)
-    _open(page, library, "#/group/3%2FDune")
+    show(page, library, "#/group/3%2FDune")
     cells = page.locator("table.attempts td .act")
     cells.first.wait_for()
     assert 'find(title="Dune")' in cells.nth(1).inner_text()
@@ -242,7 +237,7 @@ def _cells(page: Any, tape: str, *names: str) -> list[str]:
 
 
 def test_the_list_shows_question_expected_and_given_answer_reward_and_end(page, library):
-    _open(page, library)
+    show(page, library)
     assert page.locator(".headings > span").all_inner_texts() == [
         "Question", "Expected", "Given", "Reward", "Ended", "Turns", "Split", "Began",
     ]  # fmt: skip
@@ -262,7 +257,7 @@ def test_an_empty_answer_is_not_a_missing_one(page, tmp_path: Path):
         made = Recording(store, "did nothing", public={"question": "?"})
         made.end()
     with served(tmp_path / "run") as server:
-        _open(page, server)
+        show(page, server)
         assert [_cells(page, tape, "given") for tape in ("said nothing", "did nothing")] == [["(empty)"], ["–"]]
         page.evaluate("location.hash = '#/tape/said%20nothing'")
         page.locator(".gist dd", has_text="(empty)").wait_for()
@@ -286,7 +281,7 @@ def test_questions_and_answers_are_read_for_rows_in_view_only(page, tmp_path: Pa
         page.on("request", lambda one: asked.append(one.url.count(",") + 1) if "/api/gists" in one.url else None)
         held: list[Any] = []
         page.route("**/api/gists?**", lambda route: held.append(route))
-        _open(page, server)
+        show(page, server)
         row = page.locator(".trow").nth(3)
         row.locator(".c-question .unread").wait_for()
         assert row.locator(".c-given").inner_text() == "", "no value is shown while it loads"
@@ -311,7 +306,7 @@ def test_questions_and_answers_are_read_for_rows_in_view_only(page, tmp_path: Pa
 
 
 def test_columns_are_chosen_and_kept_in_the_address(page, library):
-    _open(page, library)
+    show(page, library)
     page.keyboard.press("c")
     page.get_by_label("column Tape", exact=True).check()
     page.get_by_label("column Began", exact=True).uncheck()
@@ -325,7 +320,7 @@ def test_columns_are_chosen_and_kept_in_the_address(page, library):
 
 
 def test_the_chosen_row_survives_a_reload_and_can_be_linked(page, library):
-    _open(page, library, "#/?split=train")
+    show(page, library, "#/?split=train")
     for _ in range(30):
         page.keyboard.press("j")
     chosen = page.locator(".trow.chosen").get_attribute("data-tape")
@@ -368,7 +363,7 @@ def test_the_first_row_is_chosen_until_the_user_moves_while_rows_arrive(page, tm
 
 def test_on_a_phone_the_content_has_two_thirds_of_the_height(page, library):
     page.set_viewport_size(PHONE)
-    _open(page, library)
+    show(page, library)
     rows = page.locator(".rows").bounding_box()
     assert rows["y"] <= PHONE["height"] / 3
     assert page.locator(".fields").first.is_hidden(), "the filters are folded"
@@ -391,7 +386,7 @@ def test_on_a_phone_the_content_has_two_thirds_of_the_height(page, library):
 
 def test_on_a_phone_the_inspector_opens_by_a_tap_and_closes_by_key_and_button(page, library):
     page.set_viewport_size(PHONE)
-    _open(page, library, "#/tape/u0g0a1")
+    show(page, library, "#/tape/u0g0a1")
     inspector = page.locator(".inspector")
     _step(page, 2).wait_for()
     assert inspector.is_hidden()
@@ -410,7 +405,7 @@ def test_on_a_phone_the_inspector_opens_by_a_tap_and_closes_by_key_and_button(pa
 
 
 def test_every_button_has_a_key_and_help_lists_it(page, library, tmp_path: Path):
-    _open(page, library)
+    show(page, library)
     page.keyboard.press("?")
     listed = set(page.locator("dialog kbd").all_inner_texts())
     page.keyboard.press("Escape")
@@ -438,7 +433,7 @@ def test_every_button_has_a_key_and_help_lists_it(page, library, tmp_path: Path)
 
 
 def test_keys_do_what_they_say(page, library):
-    _open(page, library, "#/?split=eval")
+    show(page, library, "#/?split=eval")
     page.keyboard.press("x")
     page.wait_for_function("() => T.app.table.found.length === 59")
     page.keyboard.press("b")
@@ -469,7 +464,7 @@ def test_a_report_has_the_gists_of_its_tapes(page, library, tmp_path: Path):
 
 
 def test_paper_shows_every_level_of_a_tree_and_every_column(page, library):
-    _open(page, library, "#/tape/u5g0a0/step/3")
+    show(page, library, "#/tape/u5g0a0/step/3")
     _step(page, 3).locator(".tree").first.wait_for()
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert _step(page, 3).locator(".string, .number", has_text="1968").count() == 1
