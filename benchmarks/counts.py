@@ -125,7 +125,7 @@ def tokens() -> dict[str, float]:
 
 
 def admitted() -> dict[str, float]:
-    """Calls per request that the embedded engine admits, decodes twice and answers: 64 prompts that begin alike."""
+    """Calls per request of the embedded engine: 64 prompts that begin alike, with two sampled tokens each."""
     import torch
     from embedded_engine import NoText
     from shared_prefix import policy

@@ -100,11 +100,11 @@ class Generation:
     """Number of prompt tokens for which KV was copied when the generation first joined a batch. None before that."""
     clean: bool = True
     """Whether the KV is finite and was computed by one version of the weights. Otherwise it must not be parked."""
-    begins: bytes = field(init=False, repr=False)
+    prompt_keys: bytes = field(init=False, repr=False)
     """The keys (`tapes.places.keys`) of the prompt's tokens as 64-bit integers."""
 
     def __post_init__(self) -> None:
-        self.begins = keys(self.prompt, self.places).tobytes()
+        self.prompt_keys = keys(self.prompt, self.places).tobytes()
 
     @property
     def length(self) -> int:
@@ -158,7 +158,7 @@ class Batch:
             if n >= most:
                 break
             # Most rows are ruled out by this comparison of bytes, which is much cheaper than `shared_length`.
-            if not (other.begins if n < len(other.prompt) else _key_bytes(other)).startswith(more):
+            if not (other.prompt_keys if n < len(other.prompt) else _key_bytes(other)).startswith(more):
                 continue
             theirs = _keys(other) if other.slot < 0 else _keys(other)[: self._length[other.slot]]
             shared = shared_length(theirs, tokens, (*other.places, *generation.places), most)
@@ -395,7 +395,7 @@ def _history(generation: Generation) -> NDArray[np.int32]:
 
 def _key_bytes(generation: Generation) -> bytes:
     """Return the keys of the prompt and the completion so far as 64-bit integers."""
-    return generation.begins + keys(generation.ids, ()).tobytes() if generation.ids else generation.begins
+    return generation.prompt_keys + keys(generation.ids, ()).tobytes() if generation.ids else generation.prompt_keys
 
 
 def _keys(generation: Generation) -> NDArray[np.int64]:
