@@ -330,7 +330,7 @@ def test_the_keyboard_goes_everywhere(page, server):
     page.locator("article.item.chosen").wait_for()
     for k in (1, 2, 3):
         page.keyboard.press("j")
-        page.wait_for_function("k => T.app.tape.at === k && T.app.tape.chosen.record === k", arg=k)
+        page.wait_for_function("k => T.app.tape.at === k && T.app.tape.chosen?.record === k", arg=k)
     page.keyboard.press("]")
     page.locator("h1", has_text="slow").wait_for()
     page.keyboard.press("[")
