@@ -288,7 +288,7 @@ def _without_nulls(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {
-        name: one if name in _OWN and isinstance(one, dict) else _without_nulls(one)
+        name: _without_nulls(one) if isinstance(one, list) or (isinstance(one, dict) and name not in _OWN) else one
         for name, one in value.items()
         if one is not None
     }

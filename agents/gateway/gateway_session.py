@@ -21,6 +21,7 @@ from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from functools import cache
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ...tapes import BadPicture, Picture, Sampling, StoreFailed, Tape
@@ -52,6 +53,7 @@ _EchoKey = tuple[str, str]
 class _Sent(NamedTuple):
     """An answer that was sent to the program."""
 
+    key: _EchoKey
     conversation: str
     place: int
     """Number of messages before the answer."""
@@ -179,10 +181,12 @@ class Session:
         self._numbers: Counter[str] = Counter()
         self._answered: dict[str, tuple[str, int, Message]] = {}
         """The call of each answer, the number of its instructions, and its message as it was sent, by its id."""
-        self._sent: dict[_EchoKey, list[_Sent]] = {}
-        """The answers sent so far, by `_echo_key`."""
-        self._called: dict[_EchoKey, list[_Sent]] = {}
-        """The same answers, by `_echo_key` without their text."""
+        self._sent: dict[tuple[_EchoKey, str], list[_Sent]] = {}
+        """The answers sent so far, by `_echo_key` and conversation."""
+        self._latest: dict[tuple[_EchoKey, str, int], _Sent] = {}
+        """The latest of them at each place of a conversation."""
+        self._called: dict[str, list[_Sent]] = {}
+        """Those of them that call tools, by the id of their first call."""
         self._places: dict[str | None, int] = {}
         """The place of each sent tool call among the calls of its answer, by the call's id."""
         self._pictures: dict[bytes, Picture] = {}
@@ -333,14 +337,14 @@ class Session:
 
     def _answer(self, request: Asked, reply: Reply, name: str, place: tuple[str, int], live: Live | None) -> Answered:
         """Return the answer, and remember it. `place` is its conversation and the number of messages before it."""
-        call, renderer = self._llm.recorder.log.call(reply.call), self._renderer
+        call, thought, renderer = self._llm.recorder.log.call(reply.call), reply.reasoning, self._renderer
         called = enumerate(reply.chat_calls[: None if request.parallel_tool_calls else 1] if request.tools else ())
         tools = tuple({**call, "id": call["id"] or f"call_{name}{k}"} for k, call in called)
         answer = Answered(
             id=name,
             text=reply.answer,
-            reasoning=reply.reasoning,
-            reasoning_tokens=len(renderer.text_ids(reply.reasoning, begin=False)) if renderer is not None else 0,
+            reasoning=thought,
+            reasoning_tokens=len(renderer.text_ids(thought, begin=False)) if renderer and thought else 0,
             finish="tool_calls" if tools else "length" if reply.finish == "length" else "stop",
             stopped=self._stopped(request, call),
             tool_calls=tools,
@@ -358,9 +362,11 @@ class Session:
         sent: Message = {"role": "assistant", "content": answer.text, "tool_calls": tools, THOUGHT: answer.reasoning}
         self._answered[name] = reply.call, request.instructions, sent
         self._places |= {call["id"]: k for k, call in enumerate(tools)}
-        echo = _Sent(*place, reply.reasoning, tools, call.reply)
-        for known, message in ((self._sent, answer.message), (self._called, answer.message | {"content": ""})):
-            known.setdefault(_echo_key(message), []).append(echo)
+        echo = _Sent(_echo_key(sent), *place, thought, tools, call.reply)
+        self._sent.setdefault(echo[:2], []).append(echo)
+        self._latest[echo[:3]] = echo
+        if tools:
+            self._called.setdefault(tools[0]["id"], []).append(echo)
         # The exchange is recorded even if the answer is refused below, because its tokens were sampled.
         asked = "\n".join(f"{message['role']}: {_short(text_of(message))}" for message in call.messages)
         answered = call.text or json.dumps(call.tool_calls or "")
@@ -467,21 +473,31 @@ class Session:
             if message["role"] == "assistant":
                 key, calls, thought = _echo_key(message), message.get("tool_calls"), message.get(THOUGHT, "").strip()
                 own = [call["id"] for call in calls] if calls else []
-                answers = [one for one in self._sent.get(key, ()) if not thought or thought == one.thought]
-                called = [one for one in self._called.get(key, ()) if not thought or thought == one.thought]
-                by_id = [one for one in answers + called if own and own[0] == one.calls[0]["id"]]
-                answers = by_id or [one for one in answers if one.conversation == conversation]
-                if answers:
-                    here = [one for one in answers if one.place == len(found)]
-                    sent = here[-1] if here else answers[min(seen[key], len(answers) - 1)]
+                if sent := self._echoed(key, own, thought, conversation, len(found), seen[key]):
                     seen[key] += 1
-                    ids |= zip(own, (call["id"] for call in sent.calls), strict=True)
+                    if own:
+                        ids |= zip(own, (call["id"] for call in sent.calls), strict=True)
                     message = sent.recorded
                 else:
                     places |= {id: k for k, id in enumerate(own)}
                     message = {name: value for name, value in message.items() if name != THOUGHT}
             found.append((turn, -1, message))
-        return [message for *_, message in sorted(found, key=lambda one: one[:2])]
+        return [one[2] for one in sorted(found, key=itemgetter(0, 1))]
+
+    def _echoed(
+        self, key: _EchoKey, ids: Sequence[str], thought: str, conversation: str, place: int, before: int
+    ) -> _Sent | None:
+        """Return the sent answer that a message repeats, or None. `ids` are those of its calls, and `before` is the
+        number of messages before it that repeat an equal answer."""
+        latest = self._latest.get((key, conversation, place))
+        if latest and thought in ("", latest.thought) and (not ids or ids[0] == latest.calls[0]["id"]):
+            return latest
+        by_id = [one for one in self._called.get(ids[0], ()) if key in (one.key, ("", one.key[1]))] if ids else []
+        for some in (by_id, self._sent.get((key, conversation), ())):
+            if answers := [one for one in some if thought in ("", one.thought)]:
+                here = [one for one in answers if one.place == place]
+                return here[-1] if here else answers[min(before, len(answers) - 1)]
+        return None
 
     async def _with_pictures(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with stored pictures in place of data URLs.
