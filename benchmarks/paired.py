@@ -163,7 +163,8 @@ def embedded_engine() -> Callable[[], object]:
 
 def gateway() -> Callable[[], object]:
     """2,400 questions by chat completions in conversations of ten, after 400 that aren't counted. Only the CPU seconds
-    of the gateway's process count."""
+    of the gateway's process count. Both checkouts answer this checkout's client: an older one's isn't let in."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
     bench: Any = importlib.import_module("gateway")
 
     def work() -> float:
