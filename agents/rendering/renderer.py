@@ -17,10 +17,12 @@ the text that should have ended the answer, as context. The completion itself ke
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import JsonValue
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
 _BLANKS = "".join(map(chr, range(0xFDD2, 0xFDF0)))
 """Unicode noncharacters. One of them replaces the text of answers in comparisons that must ignore this text."""
 
+KEPT = 32
+"""Number of first prompts that a renderer keeps."""
 SHOWN = 120
 """Maximum characters of a call that a sentence quotes."""
 
@@ -157,6 +161,7 @@ class Renderer:
         self.special_text = special_text
         self.template_kwargs: Mapping[str, JsonValue] = dict(template_kwargs or {})
         """The arguments that are passed to the template along with messages and tools."""
+        self._first = lru_cache(KEPT)(lambda asked: self._prompt(*json.loads(asked)))
         self._special = tokenizer.special_tokens_map
         self._codec = Codec(tokenizer, template_text(tokenizer), special_text=special_text)
         self._template = Template(tokenizer, self._codec, template_kwargs or {}, end_tokens)
@@ -194,7 +199,26 @@ class Renderer:
         tracks: Sequence[Track] = (),
     ) -> Rendered:
         """Render the prompt for the next answer in the conversation `messages`. If possible, its ids continue the track
-        that shares the most messages with this conversation."""
+        that shares the most messages with this conversation.
+
+        The attempts at a task begin with the same prompt, so the last prompts without a track are kept.
+        """
+        messages, tools = tuple(messages), tuple(tools) if tools else None
+        if tracks or self._template.dated:
+            return self._prompt(messages, tools, tracks)
+        try:
+            asked = json.dumps((messages, tools))
+        except TypeError:  # not JSON: the template may refuse it with a reason
+            return self._prompt(messages, tools)
+        found = self._first(asked)
+        return replace(found, messages=messages, tools=tools, ids=found.ids[:], new=found.new[:])
+
+    def _prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, JsonValue]] | None = None,
+        tracks: Sequence[Track] = (),
+    ) -> Rendered:
         messages, tools = tuple(messages), tuple(tools) if tools else None
         base, shared = _longest(messages, tools, tracks)
         marked, marked_tools = self._mark(messages, tools, base, shared)

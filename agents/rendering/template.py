@@ -65,6 +65,8 @@ class Template:
         self._codec = codec
         self._kwargs = dict(kwargs)
         self._source = template_text(tokenizer)
+        self.dated = "strftime_now" in self._source
+        """Whether the template writes the date."""
         # This is a copy, because the text must match the hash even if the tokenizer's template is changed later.
         template = tokenizer.chat_template
         self._by_name = dict(template) if isinstance(template, Mapping) else {"default": template}
@@ -170,7 +172,7 @@ class Template:
     def findings(self) -> list[str]:
         """Return sentences that say how this template rewrites history and which messages it can't render."""
         found = [*self._answer_findings(), *self._role_findings(), *self._tool_findings()]
-        if "strftime_now" in self._source:
+        if self.dated:
             found.append("writes today's date into the prompt: the same conversation reads differently tomorrow")
         if not self.closing:
             found.append("writes nothing at the end of an answer: only the end-of-sequence token ends one")

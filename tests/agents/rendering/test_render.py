@@ -47,6 +47,55 @@ def answer(renderer: Renderer, rendered: Rendered, ids: list[int], call: str = "
     return renderer.track(rendered, call=call, reply=say("assistant", renderer.decode(ids)), completion=ids)
 
 
+class CountingTokenizer:
+    """A tokenizer that counts how often its chat template is rendered."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.rendered = tokenizer, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        return self._tokenizer(*args, **more)
+
+    def apply_chat_template(self, *args: Any, **more: Any) -> Any:
+        self.rendered += 1
+        return self._tokenizer.apply_chat_template(*args, **more)
+
+
+def test_attempts_at_a_task_render_its_first_prompt_once():
+    counting = CountingTokenizer(char_tokenizer())
+    renderer = Renderer(counting)
+    opening = [say("system", "be brief"), say("user", "1+1?")]
+    renderer.prompt([say("user", "a")])  # the first prompt tries the template out
+    before = counting.rendered
+    first, again = renderer.prompt(opening), renderer.prompt([{**message} for message in opening])
+    assert counting.rendered - before == 1
+    assert (again.ids, again.text, again.messages) == (first.ids, first.text, first.messages)
+    first.ids.append(1)
+    for asked in ((opening,), ([*opening[:1], say("user", "1+2?")],), (opening, TOOLS), (opening[1:],)):
+        assert renderer.prompt(*asked).ids == Renderer(char_tokenizer()).prompt(*asked).ids
+    assert counting.rendered - before == 4
+    track = answer(renderer, again, chars("2"))
+    assert renderer.prompt([*opening, say("assistant", "2"), say("user", "so?")], tracks=(track,)).base is track
+
+
+def test_a_template_with_the_date_is_rendered_each_time():
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = f"{{% set day = strftime_now('%d') %}}{tokenizer.chat_template}"
+    counting = CountingTokenizer(tokenizer)
+    renderer = Renderer(counting)
+    first = renderer.prompt([say("user", "a")])
+    before = counting.rendered
+    assert [renderer.prompt([say("user", "a")]).ids for _ in range(2)] == [first.ids] * 2
+    assert counting.rendered - before == 2
+
+
+def test_a_message_that_is_not_json_is_left_to_the_template():
+    assert "<set>" in Renderer(char_tokenizer()).prompt([{"role": "user", "content": {1, 2}}]).text
+
+
 def episode(renderer: Renderer, turns: list[dict[str, Any]]) -> tuple[list[Rendered], Tape]:
     """What each prompt was, and the tape of it."""
     begin = Begin(
