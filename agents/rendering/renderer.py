@@ -161,7 +161,7 @@ class Renderer:
         self.special_text = special_text
         self.template_kwargs: Mapping[str, JsonValue] = dict(template_kwargs or {})
         """The arguments that are passed to the template along with messages and tools."""
-        self._first = lru_cache(KEPT)(lambda asked: self._prompt(*json.loads(asked)))
+        self._kept = lru_cache(KEPT)(self._prompt_of)
         self._special = tokenizer.special_tokens_map
         self._codec = Codec(tokenizer, template_text(tokenizer), special_text=special_text)
         self._template = Template(tokenizer, self._codec, template_kwargs or {}, end_tokens)
@@ -201,7 +201,8 @@ class Renderer:
         """Render the prompt for the next answer in the conversation `messages`. If possible, its ids continue the track
         that shares the most messages with this conversation.
 
-        The attempts at a task begin with the same prompt, so the last prompts without a track are kept.
+        All attempts at a task begin with the same prompt. So the renderer keeps the last prompts that it rendered
+        without tracks, unless the template writes the date.
         """
         messages, tools = tuple(messages), tuple(tools) if tools else None
         if tracks or self._template.dated:
@@ -210,16 +211,20 @@ class Renderer:
             asked = json.dumps((messages, tools))
         except TypeError:  # not JSON: the template may refuse it with a reason
             return self._prompt(messages, tools)
-        found = self._first(asked)
+        found = self._kept(asked)
         return replace(found, messages=messages, tools=tools, ids=found.ids[:], new=found.new[:])
+
+    def _prompt_of(self, asked: str) -> Rendered:
+        """Render the prompt for messages and tools that are written as JSON."""
+        messages, tools = json.loads(asked)
+        return self._prompt(tuple(messages), tools and tuple(tools))
 
     def _prompt(
         self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, JsonValue]] | None = None,
+        messages: tuple[Message, ...],
+        tools: tuple[dict[str, JsonValue], ...] | None,
         tracks: Sequence[Track] = (),
     ) -> Rendered:
-        messages, tools = tuple(messages), tuple(tools) if tools else None
         base, shared = _longest(messages, tools, tracks)
         marked, marked_tools = self._mark(messages, tools, base, shared)
         if self._template.needs_calls:
