@@ -2,9 +2,10 @@
 
     python benchmarks/paired.py OLD_CHECKOUT [--pairs 11] [--only NAME ...]
 
-Each workload is taken from the checkout's own benchmark script, so that moved modules and renamed calls don't matter.
-Every run is a process of its own with one torch thread. Printed: the median CPU seconds of both, and the median of the
-pairs' ratios new / old, with the least and the greatest. The checkouts' folders must be named `tapereel`.
+Each workload but the gateway's is taken from the checkout's own benchmark script, so that moved modules and renamed
+calls don't matter. Every run is a process of its own with one torch thread. Printed: the median CPU seconds of both,
+and the median of the pairs' ratios new / old, with the least and the greatest. The checkouts' folders must be named
+`tapereel`.
 """
 
 from __future__ import annotations
@@ -163,7 +164,8 @@ def embedded_engine() -> Callable[[], object]:
 
 def gateway() -> Callable[[], object]:
     """2,400 questions by chat completions in conversations of ten, after 400 that aren't counted. Only the CPU seconds
-    of the gateway's process count. Both checkouts answer this checkout's client: an older one's isn't let in."""
+    of the gateway's process count. Both servers get the requests of this checkout's benchmark, because the server at
+    9dc43d5 refuses those of its own."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     bench: Any = importlib.import_module("gateway")
 

@@ -184,9 +184,9 @@ class Session:
         self._sent: dict[tuple[_EchoKey, str], list[_Sent]] = {}
         """The answers sent so far, by `_echo_key` and conversation."""
         self._latest: dict[tuple[_EchoKey, str, int], _Sent] = {}
-        """The latest of them at each place of a conversation."""
+        """The latest sent answer for each key, conversation and place."""
         self._called: dict[str, list[_Sent]] = {}
-        """Those of them that call tools, by the id of their first call."""
+        """The sent answers that call tools, by the id of their first call."""
         self._places: dict[str | None, int] = {}
         """The place of each sent tool call among the calls of its answer, by the call's id."""
         self._pictures: dict[bytes, Picture] = {}
