@@ -160,7 +160,7 @@ class NCCLGroup:
         self._device = sending_device()
         self._address, self._port, self._seconds = address, port, seconds
         self._at = ""
-        self._communicator: Any = None
+        self._communicators: list[Any] = []
         self._joined: list[NCCLTransfer] = []
         self._coming: list[NCCLTransfer] = []
         self._sending: asyncio.Task[Errors] | None = None
@@ -178,9 +178,8 @@ class NCCLGroup:
 
     async def leave(self) -> None:
         """Leave the group. A broadcast that is in progress fails."""
-        communicator, self._communicator, self._joined = self._communicator, None, []
-        if communicator is not None:
-            await in_thread(communicator.destroy)
+        communicators, self._communicators, self._joined = self._communicators, [], []
+        await in_thread(_destroy, communicators)
 
     async def _send(self, folder: Path) -> Errors:
         from safetensors.torch import load_file
@@ -202,8 +201,8 @@ class NCCLGroup:
             await self.leave()
             return dict.fromkeys(members, EngineError(f"nothing was sent: {next(iter(errors.values()))}")) | errors
         info = {"update_info": update_info(pairs)}
-        sending = in_thread(_attempt, _broadcast, pairs, self._communicator, self._device)
-        return (await self._together(sending, "/update_weights", dict.fromkeys(members, info)))[1]
+        sending = in_thread(_attempt, _broadcast, pairs, self._communicators, self._device)
+        return await self._together(sending, "/update_weights", dict.fromkeys(members, info))
 
     async def _join(self, members: list[NCCLTransfer]) -> Errors:
         """Make a group of these members. If there are errors, it can't be used."""
@@ -215,8 +214,8 @@ class NCCLGroup:
         self._at = f"{self._address}:{port}"
         infos = worker_infos(address=self._address, port=port, workers=[member.workers for member in members])
         bodies = {member: {"init_info": info} for member, info in zip(members, infos, strict=True)}
-        self._communicator, errors = await self._together(
-            in_thread(_attempt, _join, infos[0], self._device, self._seconds, over),
+        errors = await self._together(
+            in_thread(_attempt, _join, self._communicators, infos[0], self._device, self._seconds, over),
             "/init_weight_transfer_engine",
             bodies,
             partial(in_thread, _end_join, infos[0], over),
@@ -236,19 +235,19 @@ class NCCLGroup:
         route: str,
         bodies: Mapping[NCCLTransfer, object],
         unblock: Callable[[], Awaitable[None]] | None = None,
-    ) -> tuple[Any, Errors]:
-        """Run all sides of a collective call concurrently, because each waits for the others. Returns our result, or
-        None if there is none, and the servers' errors.
+    ) -> Errors:
+        """Run all sides of a collective call concurrently, because each waits for the others. Returns the servers'
+        errors.
 
         If a side fails, this process leaves the group, so that the calls of the other servers end too. `unblock` ends
         our side if there is no group to leave yet."""
-        # `_seconds` is for all sides together. Each POST gets more, to tell servers that hang from servers that answer.
-        limit = self._seconds + 2 * SETTLE
+        # `_seconds` is for all sides together. This function ends calls that hang, so their own timeout is far later.
+        limit = self._seconds + 3600
         calls = {
             member: asyncio.create_task(member.server.post(route, body, seconds=limit, fresh=True))
             for member, body in bodies.items()
         }
-        mine, end = asyncio.create_task(_result(ours)), time.monotonic() + self._seconds
+        mine, end = asyncio.create_task(_raised(ours)), time.monotonic() + self._seconds
         every = [mine, *calls.values()]
         try:
             await asyncio.wait(every, timeout=self._seconds, return_when=asyncio.FIRST_EXCEPTION)
@@ -262,12 +261,11 @@ class NCCLGroup:
             why = mine.exception() if mine.done() else None
             failures = {one: call.exception() if call.done() else self._late(one, why) for one, call in calls.items()}
             errors = {one: error for one, error in failures.items() if isinstance(error, Exception)}
-            ended = mine.done() and why is None
-            if unblock is not None and not ended:
+            if unblock is not None and not (mine.done() and why is None):
                 errors = dict.fromkeys(bodies, EngineError(f"joining the group failed: {why or 'too late'}")) | errors
             if errors:
                 await self.leave()
-            return (mine.result() if ended else None), errors
+            return errors
         finally:
             for one in every:
                 one.cancel()
@@ -300,26 +298,34 @@ def sending_device() -> int:
     return torch.cuda.current_device()
 
 
-def _attempt(function: Callable[..., object], *args: object) -> object:
-    """Return the function's result, or an EngineError if it raises. The traceback of an exception would refer to the
+def _attempt(function: Callable[..., None], *args: object) -> EngineError | None:
+    """Call the function, and return an EngineError if it raises. The traceback of an exception would refer to the
     group, and so keep its port in use."""
     try:
-        return function(*args)
+        function(*args)
     except Exception as error:
         return EngineError(f"{type(error).__name__}: {error}")
 
 
-async def _result(attempt: Awaitable[object]) -> Any:
-    """Return the result of an `_attempt`. Raises EngineError."""
-    found = await attempt
-    if isinstance(found, EngineError):
-        raise found
-    return found
+async def _raised(attempt: Awaitable[EngineError | None]) -> None:
+    """Raise the error of an `_attempt`."""
+    if (error := await attempt) is not None:
+        raise error
 
 
-def _join(info: dict[str, Any], device: int, seconds: float, over: threading.Event) -> Any:
-    """Join the group as rank 0. Waits for the workers, but at most `seconds`. Sets the CUDA device of this thread
-    only."""
+# A group keeps its port in use while anything refers to its communicator. A thread's arguments and result can outlive
+# the wait for it. So these functions get a list that holds the communicator, instead of the communicator itself.
+
+
+def _destroy(communicators: list[Any]) -> None:
+    """Leave the group, if there is one, and free its port."""
+    while communicators:
+        communicators.pop().destroy()
+
+
+def _join(communicators: list[Any], info: dict[str, Any], device: int, seconds: float, over: threading.Event) -> None:
+    """Join the group as rank 0, and append its communicator. Waits for the workers, but at most `seconds`. Sets the
+    CUDA device of this thread only."""
     import torch
     from vllm.distributed.device_communicators.pynccl import (  # pyright: ignore[reportMissingImports]
         PyNcclCommunicator,
@@ -334,7 +340,7 @@ def _join(info: dict[str, Any], device: int, seconds: float, over: threading.Eve
     if over.is_set():
         raise EngineError("a server failed while the group was made")
     with unpinned_nccl_env():
-        return PyNcclCommunicator(group, device=device)
+        communicators.append(PyNcclCommunicator(group, device=device))
 
 
 def _end_join(info: dict[str, Any], over: threading.Event) -> None:
@@ -348,7 +354,7 @@ def _end_join(info: dict[str, Any], over: threading.Event) -> None:
             TCPStore(address, port, size, False, timedelta(seconds=1), use_libuv=False)
 
 
-def _broadcast(pairs: Sequence[tuple[str, Any]], communicator: Any, device: int) -> None:
+def _broadcast(pairs: Sequence[tuple[str, Any]], communicators: list[Any], device: int) -> None:
     """Broadcast `pairs` in order. Each tensor is on the GPU only while it is packed and sent."""
     import torch
     from vllm.distributed.weight_transfer.packed_tensor import (  # pyright: ignore[reportMissingImports]
@@ -358,7 +364,7 @@ def _broadcast(pairs: Sequence[tuple[str, Any]], communicator: Any, device: int)
     torch.cuda.set_device(device)
     packed_nccl_broadcast_producer(
         iterator=((name, tensor.cuda()) for name, tensor in pairs),
-        group=communicator,
+        group=communicators[0],
         src=0,
         post_iter_func=lambda pair: pair[1],
     )

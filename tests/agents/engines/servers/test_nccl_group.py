@@ -124,22 +124,23 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[list[str]]]:
     """For each group that is complete, the names of each broadcast."""
     found: list[list[list[str]]] = []
 
-    def join(info: dict[str, Any], device: int, seconds: float, over: threading.Event) -> Sender:
+    def join(
+        communicators: list[Sender], info: dict[str, Any], device: int, seconds: float, over: threading.Event
+    ) -> None:
         size = info["world_size"]
         store = TCPStore("127.0.0.1", info["master_port"], size, True, timedelta(seconds=50), use_libuv=False)
         if over.is_set():
             raise RuntimeError("a server failed")
         store.set("complete", "")
         found.append([])
-        return Sender(store, size, found[-1])
+        communicators.append(Sender(store, size, found[-1]))
 
-    def broadcast(pairs: list[tuple[str, Any]], communicator: Sender, device: int) -> None:
-        communicator.broadcast([name for name, _ in pairs])
+    def broadcast(pairs: list[tuple[str, Any]], communicators: list[Sender], device: int) -> None:
+        communicators[0].broadcast([name for name, _ in pairs])
 
     monkeypatch.setattr(transfer, "sending_device", lambda: 0)
     monkeypatch.setattr(transfer, "_join", join)
     monkeypatch.setattr(transfer, "_broadcast", broadcast)
-    monkeypatch.setattr(transfer, "SETTLE", 0.5)
     monkeypatch.setattr(fleet, "LOOK_AGAIN", 0.02)
     return found
 
@@ -227,6 +228,12 @@ def test_a_server_that_takes_no_weights_by_nccl_does_not_keep_the_others_from_th
     using([well, other], test, weights_folder=tmp_path)
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "SETTLE", 0.5)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_server_that_hangs_is_left_out_at_the_time_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     well, stuck = Workers(), Workers(hangs="/update_weights")
 
@@ -240,6 +247,7 @@ def test_a_server_that_hangs_is_left_out_at_the_time_limit(tmp_path: Path, caplo
     using([well, stuck], test, weights_folder=tmp_path, control_seconds=0.5)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_if_all_servers_hang_the_sync_ends_at_the_time_limit(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine, urls: list[str]) -> None:
         with pytest.raises(PublishFailed, match=rf"{urls[0]}.*127\.0\.0\.1:\d+ .*0\.5 s"):
