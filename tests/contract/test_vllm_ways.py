@@ -48,7 +48,7 @@ def test_adapters_sample_as_the_merged_model_and_answers_keep_the_one_they_began
         base = engine.version
         versions = [f"{base}+{seed}" for seed in (1, 2)]
         await engine.sync_weights(adapted(1).state_dict(), versions[0])
-        early = [asyncio.create_task(engine.complete(long_one(seed, length=1000))) for seed in range(3, 5)]
+        early = [asyncio.create_task(engine.complete(long_one(seed, length=3600))) for seed in range(3, 5)]
         await under_way(engine, len(early))
         await engine.sync_weights(adapted(2).state_dict(), versions[1])
         assert await names(engine) == set(versions), "an adapter in use stays"
@@ -196,17 +196,18 @@ def test_a_cancelled_request_of_other_routes_leaves_what_was_sampled(
 ) -> None:
     async def test(engine: RemoteEngine) -> None:
         talking = by_chat(engine, server, Chat() if route == "chat" else Completions())
-        partial: list[Completion] = []
-        request = long_one(3, partial.append, length=3600)
-        asked = asyncio.create_task(talking.complete(request))
-        await asyncio.sleep(0.5)
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        (left,) = partial
-        assert left.ids is not None
-        assert 0 < len(left.ids) < 3600
-        assert off(0, request, left) < CLOSE
+        for wait in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2):  # on a busy machine, the first tokens may come late
+            partial: list[Completion] = []
+            request = long_one(3, partial.append, length=3600)
+            asked = asyncio.create_task(talking.complete(request))
+            await asyncio.wait({asked}, timeout=wait)
+            asked.cancel()
+            await asyncio.wait({asked})
+            if asked.cancelled() and partial and 0 < len(partial[0].ids or ()) < 3600:
+                break
+        else:
+            pytest.fail(f"no request was cancelled half way: {partial}")
+        assert off(0, request, partial[0]) < CLOSE
         await talking.close()
 
     with_engine(test)

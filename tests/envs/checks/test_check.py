@@ -8,6 +8,7 @@ import math
 import random
 import re
 import threading
+from traceback import FrameSummary
 from typing import Any, ClassVar
 
 import pytest
@@ -24,6 +25,7 @@ from tapereel.envs import (
 from tapereel.envs.adapters.calculator import Problem, demonstrate, read_action, word_problems
 from tapereel.envs.checks.check_env import CHECKS
 from tapereel.envs.checks.env_probe import Probe
+from tapereel.envs.loop_watch import Stall
 from tapereel.tapes import Action, Observation, Tape
 
 
@@ -502,3 +504,11 @@ def test_the_report_is_json_and_text():
     assert "  failed  raises        no method raises" in text
     assert "  skipped restore       no episode reached its end" in text
     assert Finding(check="x", sentence="y").severity == "error"
+
+
+@pytest.mark.parametrize(("waits_for_a_cpu", "blamed"), [(True, set()), (False, {"blocks"})])
+def test_a_call_is_not_blamed_for_a_busy_machine(waits_for_a_cpu: bool, blamed: set[str]):
+    probe = Probe(Dice, lambda seen, rng: Press(), max_turns=1, timeout=1.0, stall=0.25, seed=0)
+    line = FrameSummary(__file__, 1, "step")
+    probe._stalled(Stall(0.3, (line,), computed=0.01, waits=waits_for_a_cpu))
+    assert {finding.check for finding in probe.findings} == blamed
