@@ -79,7 +79,9 @@ def test_its_tapes_are_carried_out_again_and_check_env_is_content(echo: str) -> 
         assert child.observations[-1] == Echoed(echoed_message="else", message_length=4)
 
     asyncio.run(run())
-    report = check_env(lambda: client(echo), [None, 1], lambda seen, rng: Say(message="x" * rng.randint(1, 5)))
+    report = check_env(
+        lambda: client(echo), [None, 1], lambda seen, rng: Say(message="x" * rng.randint(1, 5)), timeout=60.0
+    )
     assert report.ok, str(report)
 
 
