@@ -187,11 +187,8 @@ def plan(
     the row can't read the picture's file.
     """
     start = np.concatenate([[0], np.cumsum([len(row.own) for row in rows])]).astype(np.int64)
-    wanted = (
-        [np.arange(len(row.own)) for row in rows]
-        if live is None
-        else [live[start[i] : start[i + 1]].numpy().nonzero()[0] for i in range(len(rows))]
-    )
+    marks = np.ones(start[-1], dtype=bool) if live is None else live.numpy()
+    wanted = [marks[start[i] : start[i + 1]].nonzero()[0] for i in range(len(rows))]
     length = np.array([row.own[w[-1]] if len(w) else 0 for row, w in zip(rows, wanted, strict=True)], dtype=np.int64)
     shown = [[p for p in row.places if p.offset < n] for row, n in zip(rows, length, strict=True)]
     for row, places in zip(rows, shown, strict=True):
