@@ -277,6 +277,23 @@ def test_a_server_that_was_restarted_since_the_last_sync_joins_again(tmp_path: P
     using([one, other], test, weights_folder=tmp_path)
 
 
+def test_a_thread_that_ends_late_does_not_keep_the_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other, late = Workers(), Workers(), list[Any]()
+
+    async def in_late_thread(function: Any, *args: object) -> Any:
+        late.append((function, args))
+        return await in_thread(function, *args)
+
+    async def test(engine: RemoteEngine, urls: list[str]) -> None:
+        await engine.sync_weights(WEIGHTS, "run:1")
+        one.restart()
+        await engine.sync_weights(WEIGHTS, "run:2")
+        assert await versions(engine) == [(url, "run:2") for url in urls]
+
+    monkeypatch.setattr(transfer, "in_thread", in_late_thread)
+    using([one, other], test, weights_folder=tmp_path)
+
+
 def test_a_closed_engine_has_left_its_port(tmp_path: Path) -> None:
     server, nccl = Workers(), NCCLConfig(port=free_port("127.0.0.1"))
     engines = list[RemoteEngine]()
