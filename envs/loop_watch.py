@@ -45,13 +45,21 @@ class Stall:
     """Whether the thread waited for a CPU when the stack was read."""
 
     @property
+    def starved(self) -> bool:
+        """Whether the thread has hardly computed and waits for a CPU."""
+        return self.waits and self._idle
+
+    @property
     def busy_machine(self) -> bool:
         """Whether no code blocks the loop, because the machine is busy. If so, the thread has hardly computed, and it
         either waits for a CPU or runs only code of this package and of libraries."""
         inside = [k for k, frame in enumerate(self.stack) if frame.name == "_run_once"]  # the others called the loop
         run = self.stack[inside[-1] + 1 :] if inside else self.stack
-        idle = self.computed is not None and self.computed < self.seconds / 2
-        return idle and (self.waits or not any(is_user_code(frame.filename) for frame in run))
+        return self.starved or (self._idle and not any(is_user_code(frame.filename) for frame in run))
+
+    @property
+    def _idle(self) -> bool:
+        return self.computed is not None and self.computed < self.seconds / 2
 
     def where(self, filename: str | None = None) -> str:
         """Return `file:line in function` for the innermost frame in the file `filename`. If no frame is in this file,

@@ -164,7 +164,7 @@ class Probe:
 
     def _stalled(self, stall: Stall) -> None:
         own = [frame for frame in stall.stack if frame.filename in self._files]
-        if own and not stall.busy_machine:
+        if own and not stall.starved:
             self.found(
                 "blocks",
                 f"{self.name}.{own[-1].name} blocked the event loop for {stall.seconds:.2f} s or more, at "

@@ -509,6 +509,7 @@ def test_the_report_is_json_and_text():
 @pytest.mark.parametrize(("waits_for_a_cpu", "blamed"), [(True, set()), (False, {"blocks"})])
 def test_a_call_is_not_blamed_for_a_busy_machine(waits_for_a_cpu: bool, blamed: set[str]):
     probe = Probe(Dice, lambda seen, rng: Press(), max_turns=1, timeout=1.0, stall=0.25, seed=0)
-    line = FrameSummary(__file__, 1, "step")
+    probe._files = {json.__file__}  # an environment from an installed package
+    line = FrameSummary(json.__file__, 1, "step")
     probe._stalled(Stall(0.3, (line,), computed=0.01, waits=waits_for_a_cpu))
     assert {finding.check for finding in probe.findings} == blamed
