@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 
 class Synced:
-    """Every call reaches the system. `files` and `folders` count them."""
+    """Every call reaches the system, one after the other. `files` and `folders` count them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
         self.root = root.resolve()
@@ -21,21 +22,24 @@ class Synced:
         """Inode -> size of the file when it was synced."""
         self._names: dict[int, dict[str, int]] = {}
         """Inode of a folder -> its names and their inodes when it was synced."""
+        # If two threads synced one folder at once, the names that the first listed could replace those of the second.
+        self._one = threading.Lock()
         for name in ("fsync", "fdatasync"):
             monkeypatch.setattr(os, name, self._noted(getattr(os, name)))
 
     def _noted(self, sync: Callable[[int], None]) -> Callable[[int], None]:
         def noted(handle: int) -> None:
-            # Before the call: what is written or renamed meanwhile need not be covered by it.
-            before, folder = os.fstat(handle), Path(os.readlink(f"/proc/self/fd/{handle}"))
-            names = {one.name: one.inode() for one in os.scandir(folder)} if stat.S_ISDIR(before.st_mode) else None
-            sync(handle)
-            if names is None:
-                self._bytes[before.st_ino] = before.st_size
-                self.files += 1
-            else:
-                self._names[before.st_ino] = names
-                self.folders += 1
+            with self._one:
+                # Before the call: what is written or renamed meanwhile need not be covered by it.
+                before, folder = os.fstat(handle), Path(os.readlink(f"/proc/self/fd/{handle}"))
+                names = {one.name: one.inode() for one in os.scandir(folder)} if stat.S_ISDIR(before.st_mode) else None
+                sync(handle)
+                if names is None:
+                    self._bytes[before.st_ino] = before.st_size
+                    self.files += 1
+                else:
+                    self._names[before.st_ino] = names
+                    self.folders += 1
 
         return noted
 
