@@ -51,9 +51,9 @@ from ...tapes.tape import Ending, new_tape_id, step_record
 from ..engines.engine import Engine, EngineStopped, absence_of
 from .agent import Agent, configuration, qualified
 from .chat import TooManyParseErrors
-from .garbage import rarely_collected
 from .limits import LimitReached, Limits
 from .llm import LLM, ModelFailed, RenderFailed
+from .process_settings import rare_collections
 from .recorder import Recorder, keep_pictures
 from .seeds import derive_seed
 
@@ -128,7 +128,7 @@ async def rollout(
     if task.pictures:
         await asyncio.to_thread(keep_pictures, task, journal)  # the recorder would block the event loop on the disk
     episode = Episode(agent, env, Recorder(begin, journal, fork), engine=engine, limits=limits, retries=retries)
-    with rarely_collected():
+    with rare_collections.changed():
         return await episode.run()
 
 

@@ -101,16 +101,17 @@ def _kept_out(tape: Tape) -> tuple[Range, ...]:
     )
 
 
-def keep_tokens(rows: Iterable[Row], kept: Callable[[Row], NDArray[np.bool_]]) -> tuple[list[Row], list[Range]]:
+def keep_tokens(rows: Iterable[Row], kept: Callable[[Row], NDArray[np.bool_] | None]) -> tuple[list[Row], list[Range]]:
     """Stop training on some own tokens: make them context. Return the new rows, and the ranges of these tokens.
 
-    `kept` takes a row and returns a mask (n,) of the own tokens to keep. A row in which none are kept is left out.
+    `kept` takes a row and returns a mask (n,) of the own tokens to keep, or None to keep all. A row in which none are
+    kept is left out.
     """
     found: list[Row] = []
     excluded: list[Range] = []
     for row in rows:
         keep = kept(row)
-        if keep.all():
+        if keep is None or keep.all():
             found.append(row)
             continue
         excluded.extend(ranges_of(row, ~keep))
@@ -122,7 +123,12 @@ def keep_tokens(rows: Iterable[Row], kept: Callable[[Row], NDArray[np.bool_]]) -
 def drop_others(rows: Sequence[Row], agents: Sequence[str]) -> tuple[list[Row], list[Range]]:
     """Train only the tokens of `agents` (paths): make all other own tokens context. Returns the same as
     `keep_tokens`."""
-    return keep_tokens(rows, lambda row: np.array([agent in agents for agent in row.agents], dtype=bool)[row.call])
+
+    def ours(row: Row) -> NDArray[np.bool_] | None:
+        known = [agent in agents for agent in row.agents]
+        return None if all(known) else np.array(known, dtype=bool)[row.call]
+
+    return keep_tokens(rows, ours)
 
 
 def own_ranges(rows: Sequence[Row]) -> list[Range]:

@@ -22,6 +22,7 @@ from typing import cast
 from ...agents import Agent
 from ...agents.engines.engine import TRAINING, CapableEngine, Engine, TrainableEngine, require
 from ...agents.engines.team_engine import TeamEngine, lead_of
+from ...agents.episode.process_settings import quick_switches
 from ...agents.episode.seeds import derive_seed
 from ...envs.environment import EnvironmentFactory, check_factory
 from ...envs.loop_watch import watch_episodes
@@ -209,7 +210,7 @@ class Loop:
             await player.catch_up(self.store, self.history.lineage, self.config.max_lag)
         self.rollouts.resume()
         try:
-            with watch_episodes():
+            with watch_episodes(), quick_switches.changed():
                 await self._run()
         except BaseExceptionGroup as group:
             raise _first(group) from group

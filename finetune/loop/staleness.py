@@ -126,9 +126,10 @@ def drop_stale(rows: Sequence[Row], lineage: str, oldest: int) -> tuple[list[Row
     always stale, because the distance between the two policies is unknown.
     """
 
-    def fresh(row: Row) -> NDArray[np.bool_]:
+    def fresh(row: Row) -> NDArray[np.bool_] | None:
         numbers = [version_number(version, lineage) for version in row.versions]
+        new = [n is not None and n >= oldest for n in numbers]
         # The last entry is for tokens that no model sampled. Their version is -1, which indexes the array from its end.
-        return np.array([*(n is not None and n >= oldest for n in numbers), True], dtype=bool)[row.version]
+        return None if all(new) else np.array([*new, True], dtype=bool)[row.version]
 
     return keep_tokens(rows, fresh)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +292,18 @@ def test_what_can_t_be_trained_on_is_refused_ahead(path: Path) -> None:
             pytest.raises(ValueError, match=r"temperature=0|top_p=0\.9|top_k=5"),
         ):
             loop_in(history_in(store, path, settings_of()), settings_of(sampling=sampling))
+
+
+def test_threads_take_turns_more_often_while_the_loop_runs(path: Path) -> None:
+    before, seen = sys.getswitchinterval(), list[float]()
+    with Store.create(path, durability="os") as store:
+        config = settings_of(updates=1)
+        loop = loop_in(
+            history_in(store, path, config), config, on_update=lambda report: seen.append(sys.getswitchinterval())
+        )
+        asyncio.run(loop.run())
+    assert len(seen) == 1
+    assert seen[0] < before == sys.getswitchinterval()
 
 
 def test_every_version_is_published_once_with_the_digest_of_its_weights(path: Path) -> None:

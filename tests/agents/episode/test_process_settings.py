@@ -1,9 +1,10 @@
-"""Garbage is collected rarely while an episode runs, and as before once no episode runs."""
+"""Settings of the process that differ while an episode or a loop runs, and are as before afterwards."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from tapereel.agents import LLM, Agent, rollout
-from tapereel.agents.episode.garbage import RARE
+from tapereel.agents.episode.process_settings import RARE, SWITCH, quick_switches
 from tapereel.tapes import Answer, Tape
 
 from ..worlds import GuessNumber
@@ -86,3 +87,20 @@ def test_thresholds_that_an_agent_sets_stay() -> None:
 
     run(Sets())
     assert gc.get_threshold() == (1_000, 10, 10)
+
+
+@pytest.mark.parametrize("own", [0.005, 0.0001])
+def test_threads_switch_quickly_within_overlapping_contexts(own: float) -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(own)
+    try:
+        with quick_switches.changed():
+            with quick_switches.changed():
+                pass
+            assert sys.getswitchinterval() == pytest.approx(min(own, SWITCH), abs=2e-6)
+        assert sys.getswitchinterval() == pytest.approx(own, abs=2e-6)
+        with quick_switches.changed():
+            sys.setswitchinterval(0.01)
+        assert sys.getswitchinterval() == pytest.approx(0.01, abs=2e-6), "other code has set it meanwhile"
+    finally:
+        sys.setswitchinterval(before)
