@@ -208,7 +208,7 @@ class Environment(Generic[ActionT, TaskT]):
     to ignore the whole field."""
 
     kinds: ClassVar[tuple[type[Action] | type[Observation], ...]] = ()
-    """Further kinds of actions and observations, besides the types in `Environment[...]` and the return type of
+    """More kinds of actions and observations, in addition to the types in `Environment[...]` and the return type of
     `reset`. An environment that is served to other processes must list them, because messages hold only declared
     kinds."""
 

@@ -4,8 +4,8 @@ Garbage collections are rare while episodes run. A full collection visits every 
 million once torch and transformers are imported. With Python's default thresholds, the steps of a few thousand turns
 start one.
 
-Threads take turns more often while a trainer learns beside the event loop. Each operation of torch gives up the GIL.
-With Python's default interval, the trainer then waits for up to 5 ms until the event loop gives it up again.
+Threads take turns more often while a training loop runs. The trainer's thread gives up the GIL at each operation of
+torch. With Python's default interval, it may then wait for 5 ms until the event loop's thread gives it up again.
 """
 
 from __future__ import annotations

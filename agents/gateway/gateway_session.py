@@ -449,7 +449,7 @@ class Session:
 
         Clients write an answer back in their own way: without its thoughts, with arguments as compact JSON, without
         white space around the text, with the agent's name, or with other ids for the tool calls. Tool results then get
-        the ids that were sent. If the text beside a call is missing, only the call's id shows that it is this answer.
+        the ids that were sent. If the text next to a call is missing, only the call's id shows that it is this answer.
         If the same answer was sent several times in this conversation, the ids of its calls or the number of messages
         before it tell which is which. Otherwise, its echoes are matched in order. A thought that wasn't sent with this
         answer makes it another answer. Thoughts of such answers are left out.

@@ -426,7 +426,7 @@ def _cast(value: JsonValue, schema: object) -> JsonValue:
 
 
 def _types(schema: object) -> set[str]:
-    """Return the JSON types that a schema allows, as far as it says so. A reference is taken for an object."""
+    """Return the JSON types that a schema names. A reference counts as an object."""
     if not isinstance(schema, Mapping):
         return set()
     declared = schema.get("type", "object" if "$ref" in schema else ())

@@ -325,7 +325,7 @@ class Template:
             for text, what in (
                 ("pear", "drops earlier tool calls"),
                 ("Tx", "drops earlier tool results"),
-                ("Ax", "drops the text beside a tool call"),
+                ("Ax", "drops the text next to a tool call"),
             )
             if text not in later
         ]

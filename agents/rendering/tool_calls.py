@@ -392,7 +392,7 @@ def _parts(call: object) -> tuple[str, JsonValue]:
         raise ValueError(_SHAPE)
     unknown = ", ".join(map(repr, sorted(set(function) - _KEYS)))
     if unknown:
-        raise ValueError(f"The call has {unknown} beside its arguments. {_SHAPE}")
+        raise ValueError(f"The call has {unknown} in addition to its arguments. {_SHAPE}")
     if "arguments" in function and "parameters" in function:
         raise ValueError('The call has "arguments" and "parameters": write one of them.')
     arguments = function.get("arguments", function.get("parameters"))

@@ -77,7 +77,7 @@ async def branch(
     if the environment reaches the same state with it. If an attempt's episode can't be trained on, it is retried once,
     and both tapes are returned.
     Raises PrefixUnverified, and rolls nothing out, if the environment doesn't reach the recorded state or acts
-    irreversibly. With `unverified`, the continuations are rolled out nevertheless. Raises ValueError if the tape lacks
+    irreversibly. With `unverified`, the continuations are rolled out anyway. Raises ValueError if the tape lacks
     the turn.
     """
     if n < 1 or concurrency < 1:

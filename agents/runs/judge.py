@@ -160,7 +160,7 @@ class Judge:
 
 
 def _cost(found: Completion) -> dict[str, JsonValue]:
-    """Return the usage (tokens, dollars), as far as it is known, and the errors that preceded the answer."""
+    """Return the known part of the usage (tokens, dollars), and the errors that preceded the answer."""
     usage = found.usage.model_dump(exclude_none=True)
     failed: list[JsonValue] = [attempt.error for attempt in found.attempts if attempt.error is not None]
     return {**({"usage": usage} if usage else {}), **({"failed": failed} if failed else {})}

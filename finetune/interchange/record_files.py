@@ -48,7 +48,7 @@ def _lines(path: Path) -> Iterator[tuple[str, object]]:
             try:
                 yield f"{path}, line {number}", from_json(line)
             except ValueError as error:
-                raise BadImport(f"{path}, line {number} is no JSON: {error}") from None
+                raise BadImport(f"{path}, line {number} isn't valid JSON: {error}") from None
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, object]]:

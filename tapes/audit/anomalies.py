@@ -13,7 +13,7 @@
 | log-prob mismatch | trainer and sampler differ on a token by more than `MISMATCH`, and no update explains it |
 | reward without evidence | a score has no evidence, although other scores of its component have some |
 | reward without action | a tape without actions earned a reward other than 0 |
-| reward that is no number | a reward is NaN or infinite |
+| reward that isn't a number | a reward is NaN or infinite |
 | group never closed | an attempt still runs, or an attempt number below the highest is missing |
 | group closed short | an attempt ended, and none of its episodes may be trained on |
 | retries | a call was tried again |
@@ -144,7 +144,7 @@ _NOTED: dict[str, tuple[str | None, str]] = {
     "failed calls": ("calls", "calls whose last try failed"),
     "failed tries": (None, "tries of calls that failed so"),
     "repeated actions": ("ended", "episodes that do the same action up to {most:.0f} times in a row"),
-    "reward that is no number": (None, "NaN or an infinity; in none of the sums"),
+    "reward that isn't a number": (None, "NaN or an infinity; in none of the sums"),
     "reward without action": (None, "scores other than 0 on tapes that did nothing"),
 }
 """For each kind of anomaly: (name of its total in `_seen` or None, description in words)."""
@@ -270,7 +270,7 @@ class Anomalies:
         if not one.evidence:
             self._name(self._bare.setdefault(one.name, []), [tape])
         if not math.isfinite(one.value):
-            self._note("reward that is no number", one.name, [tape])
+            self._note("reward that isn't a number", one.name, [tape])
         elif not actions and one.value:
             self._note("reward without action", one.name, [tape])
 

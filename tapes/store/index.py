@@ -152,15 +152,15 @@ class Index:
         db.executescript(f"pragma temp_store = memory; {_SCHEMA}")
         return db
 
-    def refresh(self, *, besides: str | None = None) -> dict[str, Break]:
-        """Read the lines that were added to the segments, except to the segment `besides`. Return a break for each
+    def refresh(self, *, skip: str | None = None) -> dict[str, Break]:
+        """Read the lines that were added to the segments, except to the segment `skip`. Return a break for each
         segment with bytes after its last intact line. In a live segment, these bytes may be a line that is still being
         written."""
         with self._lock:
             # This is one transaction, because an error must not leave a segment's offset without its records.
             self._db.execute("begin")
             try:
-                breaks = self._refresh(besides)
+                breaks = self._refresh(skip)
             except BaseException:
                 self._tapes.clear()
                 self._versions.clear()
@@ -169,7 +169,7 @@ class Index:
             self._db.commit()
             return breaks
 
-    def _refresh(self, besides: str | None) -> dict[str, Break]:
+    def _refresh(self, skip: str | None) -> dict[str, Break]:
         known = {row.name: row for row in self.segments()}
         sizes = segment_sizes(self.folder, self.disk)
         # If a segment was cut by recovery, replaced from a copy or removed, no row can be trusted, so start over.
@@ -179,7 +179,7 @@ class Index:
             known = {}
         breaks: dict[str, Break] = {}
         for name, size in sizes.items():
-            found = self._read(name, size, known.get(name)) if name != besides else None
+            found = self._read(name, size, known.get(name)) if name != skip else None
             if found is not None:
                 breaks[found.segment] = found
         return breaks

@@ -271,7 +271,7 @@ class Store:
     def _check_recorded(self, lease: Lease) -> None:
         # Another process records its lead in a segment of its own. To read this process's records again would take time
         # at each update.
-        self._refresh(besides=self.writer.segment)
+        self._refresh(skip=self.writer.segment)
         mine = lease.holder
         later = [
             lead
@@ -327,8 +327,8 @@ class Store:
         by segment name. Raises Corrupt if durable bytes changed and the store is strict."""
         return self._refresh()
 
-    def _refresh(self, besides: str | None = None) -> dict[str, Break]:
-        breaks = self.index.refresh(besides=besides)
+    def _refresh(self, skip: str | None = None) -> dict[str, Break]:
+        breaks = self.index.refresh(skip=skip)
         for broken in breaks.values():
             if self.strict and broken.verdict == "corrupt":
                 raise broken.error()

@@ -24,7 +24,7 @@ def _without_password(url: str) -> str:
 
 def _check_address(url: str) -> None:
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{url!r} is no address: it must begin with http:// or https://")
+        raise ValueError(f"{url!r} isn't an address: it must begin with http:// or https://")
     refuse_secret(url, "the address")
 
 
@@ -52,7 +52,7 @@ Addresses = Annotated[
 
 def addresses(urls: Addresses) -> tuple[str, ...]:
     """Return the addresses. A file is read now. Raises UsageError if it can't be read, names no server, or has a line
-    that is no address."""
+    that isn't an address."""
     if not isinstance(urls, str):
         return urls
     path = Path(urls.removeprefix(FILE))

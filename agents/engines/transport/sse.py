@@ -63,7 +63,7 @@ class Events:
         try:
             return line.decode()
         except UnicodeDecodeError as error:
-            raise BadAnswer(f"the stream is no UTF-8: {error}") from error
+            raise BadAnswer(f"the stream isn't valid UTF-8: {error}") from error
 
 
 class ChunkStream:
@@ -92,7 +92,7 @@ class ChunkStream:
         try:
             chunk = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise BadAnswer(f"an event of the stream is no JSON ({error}): {data[:200]!r}") from error
+            raise BadAnswer(f"an event of the stream isn't valid JSON ({error}): {data[:200]!r}") from error
         if not isinstance(chunk, dict) or "error" in chunk:
             error = chunk.get("error") if isinstance(chunk, dict) else None
             code = error.get("code") if isinstance(error, dict) else None

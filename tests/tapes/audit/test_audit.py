@@ -216,7 +216,7 @@ def test_a_reward_that_is_no_number_is_counted_apart():
     audit = audited(scored("a", math.nan), scored("b", 1.0), scored("c", 0.0))
     (one,) = audit.components
     assert (one.scores, one.unknown, one.mean, one.total) == (3, 1, 0.5, 1.0)
-    assert odd(audit)["reward that is no number"].tapes == ("a",)
+    assert odd(audit)["reward that isn't a number"].tapes == ("a",)
 
 
 def test_a_fork_earns_by_the_actions_of_its_own():
