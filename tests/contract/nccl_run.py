@@ -42,7 +42,9 @@ from tapereel.tapes.store.verifier import verify
 SCENE = Path(__file__).resolve().parents[1] / "finetune" / "loop" / "lab.py"
 
 
-TRIES = ((400, 0.15), (1200, 0.3), (3600, 0.6))
+TRIES = ((400, 0.15, 4), (1200, 0.3, 4), (3600, 0.6, 4), (3600, 0.3, 1), (3600, 0.2, 1), (3600, 0.1, 1), (3600, 0.0, 1))
+"""Tokens of the answers, seconds until the weights change, and number of answers. On a busy machine, a server with four
+answers may only pause after they have ended, so the last tries have one."""
 
 
 class Lab:
@@ -85,9 +87,9 @@ class Lab:
 
 async def swapped(lab: Lab, engine: RemoteEngine, way: str, mode: Any) -> None:
     """Answers in which the weights change."""
-    for k, (length, pause) in enumerate(TRIES):
+    for k, (length, pause, number) in enumerate(TRIES):
         await engine.sync_weights(lab.base, f"{way}/{mode}/{k}/base")
-        requests = [lab.ask(seed, length=length) for seed in range(4)]
+        requests = [lab.ask(seed, length=length) for seed in range(number)]
         asked = [asyncio.create_task(engine.complete(request)) for request in requests]
         await asyncio.sleep(pause)
         await engine.sync_weights(lab.other, f"{way}/{mode}/{k}/other", mode)
