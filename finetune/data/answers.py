@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Sequence
 
 REFLECTION = re.compile(
     r"\b(?:wait|hmm|alternatively|however|actually|re-?check|re-?think|re-?try|re-?examine|double-check"
@@ -14,12 +12,11 @@ REFLECTION = re.compile(
 """The English words that count as reflection."""
 
 
-def repeated(ids: NDArray[np.integer]) -> int:
+def repeated(ids: Sequence[int]) -> int:
     """Return how many 4-grams of the token ids (n,) occurred before in the same answer: 0 if all differ, at most n -
     4."""
     # For 6 tokens, a set is 13 times as fast as sorting with NumPy. For 16,000 tokens, it takes 1.3 times as long.
-    tokens = ids.tolist()
-    grams = [*zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False)]
+    grams = [*zip(ids, ids[1:], ids[2:], ids[3:], strict=False)]
     return len(grams) - len(set(grams))
 
 

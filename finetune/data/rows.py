@@ -14,7 +14,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +25,6 @@ from ...tapes.messages import image_parts
 from ...tapes.places import Place, keys, shared_length
 from ...tapes.records import Label, Sampling, Tokens
 from ...tapes.steps import Step, role_of
-from .answers import reflections, repeated
 
 if TYPE_CHECKING:
     from ...agents.rendering.renderer import Renderer
@@ -145,18 +143,6 @@ class Row:
         old = self.old.copy()
         old[self.barred(np.arange(len(old)))[:, 0]] = np.nan
         return old
-
-    def repeated(self) -> NDArray[np.int64]:
-        """Return the number (calls,) of repeated 4-grams in each call's own tokens (`answers.repeated`)."""
-        tokens = self.input_ids[self.own]
-        cuts = np.searchsorted(self.call, np.arange(len(self.calls) + 1))  # own tokens are in the order of their calls
-        return np.array([repeated(tokens[start:end]) for start, end in pairwise(cuts)], dtype=np.int64)
-
-    def reflections(self) -> NDArray[np.float64]:
-        """Return the number (calls,) of words of reflection, such as "wait", in each call's text. NaN if the text is
-        unknown."""
-        replies = self.replies or (None,) * len(self.calls)
-        return np.array([np.nan if text is None else reflections(text) for text in replies], dtype=np.float64)
 
     def labels(self) -> NDArray[np.int64]:
         """Return the labels (L,) for a loss: the token id for own tokens, -100 elsewhere."""

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..data import segments
+from ..data.answers import reflections, repeated
 from ..data.rows import Row
 from ..data.stream import BadBatch, Episode, Stream
 from . import KL, Context, RewardKL, TokenKL
@@ -168,7 +170,7 @@ def prepare_batches(
     `sizes` gives the number of episodes in each rollout batch, in the order of `episodes`. If it is empty, there is one
     rollout batch. Raises BadBatch if the sizes don't add up to the number of episodes.
     """
-    _count_answers(rows, context)
+    _count_answers(rows, stream, context)
     if len(sizes) < 2:
         return prepare(recipe, stream, context)
     if sum(sizes) != len(episodes):
@@ -198,13 +200,16 @@ def prepare_batches(
     return Batch(recipe=recipe, stream=stream, advantage=advantage, entered=entered, selected=selected, target=target)
 
 
-def _count_answers(rows: Sequence[Row], context: Context) -> None:
+def _count_answers(rows: Sequence[Row], stream: Stream, context: Context) -> None:
     """Add two metrics of the answers that have own tokens: repeated 4-grams, and words of reflection such as "wait"."""
-    for row in rows:
-        has = np.bincount(row.call, minlength=len(row.calls)) > 0
-        for name, counts in (("answer/repeated", row.repeated()), ("answer/reflections", row.reflections())):
-            known = counts[has & ~np.isnan(counts)]
-            context.sums.put(name, float(known.sum()), len(known))
+    # These loops use plain lists. With NumPy, each row would give up the GIL to the rollouts several times.
+    tokens = stream.token.tolist()
+    cuts = np.union1d(np.flatnonzero(np.diff(stream.call.numpy())) + 1, stream.rows.numpy()).tolist()
+    repeats = [repeated(tokens[start:end]) for start, end in pairwise(cuts)]
+    texts = [row.replies[call] for row in rows if row.replies for call in dict.fromkeys(row.call.tolist())]
+    words = [reflections(text) for text in texts if text is not None]
+    context.sums.put("answer/repeated", sum(repeats), len(repeats))
+    context.sums.put("answer/reflections", sum(words), len(words))
 
 
 def _advantages(
