@@ -31,9 +31,10 @@ from .embedded_lab import worst
 CLOSE = 1e-4
 """Nats between a recorded log-prob and the model's own forward over everything."""
 CONTEXT = 2048
-TRIES = ((300, 0.05), (900, 0.1), (1800, 0.3))
-"""Tokens of the answers that weights are to change in, and seconds between changes: the next where a machine is so fast
-or so slow that no answer lived through them."""
+Tries = Sequence[tuple[int, float, int]]
+"""(tokens of the answers in which the weights are to change, seconds before each change, number of answers). The next
+one is used if the machine is so fast or so slow that no answer lived through the changes."""
+TRIES: Tries = ((300, 0.05, 8), (900, 0.1, 8), (1800, 0.3, 8))
 
 Test = Callable[[RemoteEngine], Awaitable[Any]]
 Runs = Callable[[Test], Any]
@@ -172,15 +173,15 @@ async def swap(
     mode: Any,
     times: int,
     enough: Enough,
-    tries: Sequence[tuple[int, float]] = TRIES,
+    tries: Tries = TRIES,
 ) -> tuple[list[str], Answers]:
     """Publishes the weights of seeds 1, 2, ... `times` times while answers are under way, until `enough` holds for one
     of these; gives the versions published and the answers."""
-    for k, (length, pause) in enumerate(tries):
+    for k, (length, pause, number) in enumerate(tries):
         if k:
             await engine.sync_weights(policy(0).state_dict(), f"{engine.version}/again")
         versions = [f"{engine.version}+{seed}" for seed in range(1, times + 1)]
-        requests = [long_one(seed, length=length) for seed in range(3, 11)]
+        requests = [long_one(seed, length=length) for seed in range(3, 3 + number)]
         asked = [asyncio.create_task(engine.complete(request)) for request in requests]
         for seed, version in enumerate(versions, start=1):
             await asyncio.sleep(pause)

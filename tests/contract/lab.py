@@ -27,9 +27,9 @@ from ..agents.served import Answers, Enough
 from ..finetune.loop.lab import WORDS
 from .vllm_cpu import CONTEXT, DONE, ENVIRONMENT, FOLDER, PYTHON
 
-TRIES = ((400, 0.15), (1200, 0.3), (3600, 0.6))
-"""Tokens of the answers that weights are to change in, and seconds between changes: the next where a machine is so fast
-or so slow that no answer lived through them."""
+TRIES = ((400, 0.15, 8), (1200, 0.3, 8), (3600, 0.6, 8), (3600, 0.3, 1), (3600, 0.1, 1))
+"""As `served.TRIES`. On a busy machine, a server with eight answers may only pause after they have ended, so the last
+tries have one."""
 
 
 def policy(seed: int) -> Any:
