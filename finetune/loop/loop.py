@@ -337,16 +337,16 @@ class Loop:
                 await player.engine.sync_weights(theirs, name.version, self.config.publish)
         await self._check_delivery(plan.tapes)
         self.rollouts.applied(plan.every, more=not self.done)
-        found = self.history.delivery.found
+        found, tapes = self.history.delivery.found, taken.tapes
         line = {
-            **rollout_line(stats, uses, taken.tapes, seconds),
+            **rollout_line(stats, uses, tapes, seconds),
             **taken.line(),
             **{f"delivery/{name}": found.get(name) for name in ("verdict", "difference", "moved", "bound")},
         }
         for player, (its_stats, its_uses, *_) in zip(self.players, others, strict=True):
-            line |= player_line(player.called, its_stats, its_uses, taken.tapes)
+            line |= player_line(player.called, its_stats, its_uses, tapes)
         line |= self._perf(line["trained_tokens"], seconds)
-        return UpdateReport(self.history.updates, line["reward"], line, taken.tapes)
+        return UpdateReport(self.history.updates, line["reward"], line, tapes)
 
     async def _check_delivery(self, tapes: Sequence[str]) -> None:
         """For each policy, check that its samplers have its current weights. Raises NotDelivered if one doesn't."""
