@@ -202,7 +202,7 @@ def prepare_batches(
 
 def _count_answers(rows: Sequence[Row], stream: Stream, context: Context) -> None:
     """Add two metrics of the answers that have own tokens: repeated 4-grams, and words of reflection such as "wait"."""
-    # These loops use plain lists. With NumPy, each row would give up the GIL to the rollouts several times.
+    # Most answers are short, and then plain lists are faster than NumPy arrays for each row.
     tokens = stream.token.tolist()
     cuts = np.union1d(np.flatnonzero(np.diff(stream.call.numpy())) + 1, stream.rows.numpy()).tolist()
     repeats = [repeated(tokens[start:end]) for start, end in pairwise(cuts)]
