@@ -194,7 +194,8 @@ class Rollouts:
                 log.warning("tape %s has a reward of %s, too large to be trained on", tape.id, training_reward(tape))
         if not group.open:
             self._fork(group)
-        if group.open or (self.relative and not all(layer_of(tape) for tape in group.usable)):
+        relative = self.rewards is not None and self.rewards.relative
+        if group.open or (relative and not all(layer_of(tape) for tape in group.usable)):
             self._unfinished.append(group)
         elif group.usable:
             self.pacer.start()
@@ -262,21 +263,14 @@ class Rollouts:
 
     async def _compare(self, group: Group) -> None:
         """Add the rewards that compare the attempts of a group with each other, if the environment has such rewards."""
-        if not self.relative:
-            return
-        scored = await compared(self.rewards, group.usable, self.store.append_layer)
+        scored = {tape.id: tape for tape in await compared(self.rewards, group.usable, self.store.append_layer)}
         for tapes in group.tapes.values():
-            tapes[:] = [next((t for t in scored if t.id == tape.id), tape) for tape in tapes]
+            tapes[:] = [scored.get(tape.id, tape) for tape in tapes]
 
     @property
     def rewards(self) -> Rewards[Tape] | None:
         """The reward sources that score episodes in addition to the environment, or None."""
         return getattr(self.env, "rewards", None)
-
-    @property
-    def relative(self) -> bool:
-        """Whether any of these rewards compares the attempts of a group with each other."""
-        return self.rewards is not None and bool(self.rewards.relative)
 
     def _fresh(self, group: Group) -> bool:
         """Return whether a further attempt may start in the group. It may if at most `max_lag` updates were made since
