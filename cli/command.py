@@ -242,7 +242,7 @@ def _run(name: str, words: list[str]) -> int:
         extra = extra_of(error.name or "")
         if traceback or extra is None:
             raise
-        if is_news(said := f"{prog}: {MissingExtra(error.name or '', extra, f'`{prog}`')}"):
+        if is_news(said := f"{prog}: {MissingExtra(error.name or '', extra, 'this command')}"):
             say(said)
         return Exit.BROKEN
     except BrokenPipeError:
@@ -270,7 +270,7 @@ def _run(name: str, words: list[str]) -> int:
 @contextlib.contextmanager
 def _warnings_on_stderr() -> Iterator[None]:
     """Print warnings from all loggers to stderr while a verb runs."""
-    root, handler = logging.getLogger(), TerminalHandler(logging.WARNING)
+    root, handler = logging.getLogger(), TerminalHandler()
     if any(isinstance(one, TerminalHandler) for one in root.handlers):
         yield
         return

@@ -188,7 +188,7 @@ def _filled(config: ConfigT, rows: Iterable[Default], policy: Any, above: str = 
             log.warning(f"{above}{key}={present:g} is far from {value:g}, the value of profile `{name}` ({source})")
     if filled:
         why = f"below {TINY // 10**6} M without embeddings: made from scratch" if name == "tiny" else "pretrained"
-        log.warning(f"profile `{name}`, since {model} has {size} ({why}); it sets {', '.join(filled)}")
+        log.info(f"profile `{name}`, since {model} has {size} ({why}); it sets {', '.join(filled)}")
     return config
 
 

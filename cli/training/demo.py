@@ -25,7 +25,7 @@ tapereel demo --pictures --out runs/lamps"""
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
-    parser.add_argument("--out", metavar="DIR", help="run directory (default runs/demo-ALGO-SEED)")
+    parser.add_argument("--out", metavar="DIR", help="run directory (default runs/demo)")
     parser.add_argument(
         "--seed", type=int, default=None, help="seed of model, tasks, demonstrations and sampling (default 0)"
     )
@@ -68,8 +68,7 @@ def run(args: argparse.Namespace) -> int:
     made = begun or (PicturesDemoConfig(blind=args.blind) if args.pictures else DemoConfig())
     given = {name: value for name in ("seed", "algo", "model_size") if (value := getattr(args, name)) is not None}
     config = load_config(load_config(made, None, [*given.items()]), args.config, args.sets)
-    kind = "blind-" if args.blind else "pictures-" if args.pictures else ""
-    out = Path(args.out or f"runs/demo-{kind}{config.algo}-{config.seed}")
+    out = Path(args.out or f"runs/demo{'-blind' if args.blind else '-pictures' if args.pictures else ''}")
     if args.dry_run:
         answer(args, config, dump_config(config))
         return Exit.HOLDS

@@ -136,11 +136,9 @@ def save_tiny_model(
 
     Each character in `alphabet` gets a token. `size` is `micro`, `tiny`, `small` or `base`. Returns the folder.
     """
-    from ...agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
+    from ...agents.engines.embedded.tiny_model import save_tiny
 
-    tokenizer = char_tokenizer(alphabet)
-    tiny_model(tokenizer, size, seed=seed, context=context).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_tiny(folder, alphabet, size=size, seed=seed, context=context)
     return str(folder)
 
 

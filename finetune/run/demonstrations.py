@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypedDict, Unpack, cast
+from typing import ClassVar, Literal, TypedDict, Unpack, cast
 
 from pydantic import Field, model_validator
 
@@ -44,7 +44,7 @@ from ...tapes.value import Value
 from ...tapes.view.overview import Score
 
 try:
-    from ...agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
+    from ...agents.engines.embedded.tiny_model import save_tiny
     from ...agents.vision.tiny_vision import save_tiny_vision
     from ..loop.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
     from ..trainer.schedule import Schedule
@@ -134,10 +134,7 @@ class DemoConfig(SeedConfig, TrackedConfig):
 
     def save_model(self, folder: Path) -> None:
         """Make the untrained model."""
-        tokenizer = char_tokenizer()
-        model: Any = tiny_model(tokenizer, self.model_size, seed=self.seed, context=CONTEXT)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        save_tiny(folder, size=self.model_size, seed=self.seed, context=CONTEXT)
 
     def scene(self) -> DemoScene:
         """Return the agent, the environment and the tasks."""

@@ -35,7 +35,7 @@ from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 
 from ...agents.engines.embedded.pretrained import emptied, fill, quiet_transformers, weights_digest
-from ...agents.engines.weights.weight_sync import write_tensors
+from ...agents.engines.weights.weight_files import write_tensors
 from ...tapes.errors import UsageError
 from ..data.rows import Row
 from ..data.stream import BadBatch, Episode, Stream

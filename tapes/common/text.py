@@ -60,7 +60,12 @@ def logger(name: str) -> logging.Logger:
 
 
 class TerminalHandler(logging.Handler):
-    """Prints a record from any logger on stderr, escaped."""
+    """Prints a record from any logger on stderr, escaped: warnings, and the settings that a profile has chosen. Without
+    this handler, a script that calls `tapereel.train` prints only the warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        logging.getLogger("tapereel.profile").setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:
         tell(self.format(record))
@@ -70,7 +75,7 @@ def guard_terminal() -> None:
     """Escape what Python and its libraries print in this process: log records, warnings, and tracebacks from the
     process, from threads and from finalisers. All of them may quote environments, models and files. The command line
     calls this function in each of its processes."""
-    logging.getLogger().addHandler(TerminalHandler(logging.WARNING))
+    logging.getLogger().addHandler(TerminalHandler())
     logging.captureWarnings(True)
     sys.excepthook = _print_traceback
     threading.excepthook = lambda args: _print_traceback(

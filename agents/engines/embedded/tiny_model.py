@@ -8,9 +8,11 @@ a CPU.
 from __future__ import annotations
 
 import string
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from ....tapes.errors import MissingExtra, UsageError
+from .pretrained import quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -104,3 +106,14 @@ def tiny_model(
     assert model.generation_config is not None
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = end, pad
     return model.eval()
+
+
+def save_tiny(
+    folder: str | Path, alphabet: str = ALPHABET, *, size: Size = "small", seed: int = 0, context: int = 512
+) -> None:
+    """Save a tiny model and its tokenizer in `folder`, in Hugging Face format."""
+    tokenizer = char_tokenizer(alphabet)
+    model = tiny_model(tokenizer, size, seed=seed, context=context)
+    with quiet_transformers():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

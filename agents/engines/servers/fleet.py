@@ -25,7 +25,8 @@ from ..engine import EngineError, EngineStopped, PublishMode
 from ..transport.absence import Absence, Tries, stop_reason
 from ..transport.http_channel import Server, ServerFailed
 from ..weights.sleeping import Sleeper
-from ..weights.weight_sync import PublishFailed, WeightSync, check_weights, sync_servers, weight_version, write_weights
+from ..weights.weight_files import check_weights, write_weights
+from ..weights.weight_sync import PublishFailed, WeightSync, sync_servers, weight_version
 from ..weights.weight_transfer import SHARED_MEMORY
 from .health import RemoteStats, Wellness
 from .server_config import ServerSettings, addresses

@@ -22,7 +22,8 @@ from tapereel.agents.engines.servers.connect import connect, probe
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.servers.vllm import Generate
 from tapereel.agents.engines.transport.http_channel import Server, ServerFailed
-from tapereel.agents.engines.weights.weight_sync import VLLMReload, write_weights
+from tapereel.agents.engines.weights.weight_files import write_weights
+from tapereel.agents.engines.weights.weight_sync import VLLMReload
 from tapereel.tapes.store.store import Store
 
 from ....finetune.loop.lab import RENDERER, WORDS, assert_books_close, history_in, loop_in, settings_of, tasks

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tapereel.agents.engines.embedded.pretrained import emptied, fill, load_pretrained, weights_digest
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
-from tapereel.agents.engines.weights.weight_sync import write_tensors
+from tapereel.agents.engines.weights.weight_files import write_tensors
 
 
 @pytest.fixture
