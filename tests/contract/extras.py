@@ -1,27 +1,37 @@
-"""One extra in use, in an environment that has that extra alone: `python tests/contract/extras.py EXTRA FOLDER`.
+"""Each extra in use, in an environment that has that extra alone.
 
-`.ci/newest` runs it for each name in `SMOKES`, with the newest versions that pip finds. It works in FOLDER, reaches no
-other machine, and prints the versions of the packages that the extra names.
+    python tests/contract/extras.py                 (every extra that `dev` installs, as CI does)
+    python tests/contract/extras.py EXTRA FOLDER    (one extra in this environment)
+
+The first form makes the environments from links to the packages of its own, so nothing is installed. `.ci/newest` uses
+the second form with the newest versions that pip finds. A smoke test works in FOLDER and reaches no other machine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import io
 import json
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
+import time
+import venv
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.metadata import requires, version
+from importlib.metadata import distributions, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import tapereel
 import tapereel as tr
 from tapereel.agents.runs.runner import RunConfig, run
 from tapereel.cli import main
@@ -33,6 +43,46 @@ ROOT = Path(__file__).resolve().parents[2]
 DIGITS = ROOT / "examples" / "digits.py"
 SCENE = ("--agent", f"{DIGITS}:player", "--env", f"{DIGITS}:Digits", "--tasks", f"{DIGITS}:tasks")
 SMALL = ("loop.updates=2", "loop.groups=2", "loop.group_size=4", "loop.sampling.max_tokens=1", "evaluation.limit=4")
+
+
+def extras_of(name: str) -> set[str]:
+    """The extra and those that it consists of."""
+    found = {name}
+    for need in requires("tapereel") or ():
+        if marked(need, name) and (parts := re.match(r"tapereel\[([\w,-]+)\]", need)):
+            found.update(*map(extras_of, parts[1].split(",")))
+    return found
+
+
+def marked(need: str, extra: str) -> bool:
+    """Whether `pip install "tapereel[extra]"` takes this requirement."""
+    return re.search(rf"""extra == .{extra}["']$""", need) is not None
+
+
+def alone(extra: str, folder: Path) -> Path:
+    """Make a virtual environment with links to what pip would install for the extra, and nothing else of this one.
+    Returns its Python."""
+    from packaging.requirements import Requirement
+
+    venv.create(folder, with_pip=False)
+    (site,) = folder.glob("lib/python*/site-packages")
+    todo, done = [("tapereel", name) for name in extras_of(extra)], set()
+    while todo:
+        todo, done = [*todo[1:], *needed(Requirement, *todo[0])] if todo[0] not in done else todo[1:], {*done, todo[0]}
+    for name in {name for name, _ in done}:
+        # A build leaves metadata in the checkout, which is no installation.
+        (found, *_) = distributions(name=name, path=[path for path in sys.path if Path(path).resolve() != ROOT])
+        for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+            if not (site / top).exists():
+                (site / top).symlink_to(Path(str(found.locate_file(top))).absolute())
+    return folder / "bin" / "python"
+
+
+def needed(read: Any, name: str, extra: str) -> list[tuple[str, str]]:
+    """(package, extra) for each requirement of a package with one of its extras, or "" for none."""
+    found = [read(need) for need in requires(name) or ()]
+    here = [need for need in found if need.marker is None or need.marker.evaluate({"extra": extra})]
+    return [(need.name, one) for need in here if need.name != "tapereel" for one in ("", *need.extras)]
 
 
 def verb(*words: str) -> None:
@@ -49,6 +99,21 @@ def trained(*settings: str) -> Path:
     verb("verify", "run")
     verb("reproduce", "run")
     return Path("run")
+
+
+def training() -> None:
+    """All modules of the package, a training, and what follows it."""
+    for module in pkgutil.walk_packages(tapereel.__path__, "tapereel."):
+        floor = module.name.split(".")[1]
+        if floor in ("tapes", "envs", "agents", "finetune", "cli") and not module.name.endswith(
+            (".__main__", ".vllm_worker")
+        ):
+            importlib.import_module(module.name)
+    assert not {"litellm", "vllm", "peft", "bitsandbytes"} & set(sys.modules)
+    folder = trained()
+    verb("export", str(folder), "rows.jsonl")
+    verb("view", str(folder), "--out", "page.html")
+    http()
 
 
 def lora() -> None:
@@ -270,7 +335,7 @@ def site() -> None:
 
 
 SMOKES: dict[str, Callable[[], object]] = {
-    "train": trained,
+    "train": training,
     "lora": lora,
     "qlora": qlora,
     "demo": demo,
@@ -294,12 +359,34 @@ SMOKES: dict[str, Callable[[], object]] = {
 
 def versions(extra: str) -> str:
     """The packages that the extra names, with their versions."""
-    needs = [need for need in requires("tapereel") or () if re.search(rf"extra == .{extra}.$", need)]
+    needs = [need for need in requires("tapereel") or () if marked(need, extra)]
     names = sorted({re.split(r"[^\w.-]", need)[0] for need in needs} - {"tapereel"})
     return ", ".join(f"{name} {version(name)}" for name in names)
 
 
+def every() -> int:
+    """Each extra that `dev` installs, alone, two at a time. Returns 1 if one failed. CI's first part runs the demo in an
+    environment that has its extra alone."""
+
+    def tried(extra: str) -> bool:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            python, work = alone(extra, Path(folder, "environment")), Path(folder, "work")
+            work.mkdir()
+            done = subprocess.run([python, __file__, extra, work], capture_output=True, text=True, timeout=170)
+        print(f"{extra}: exit code {done.returncode} after {time.monotonic() - began:.0f} s; {done.stdout.strip()}")
+        print(done.stderr if done.returncode else "", end="", flush=True)
+        return done.returncode == 0
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(tried, sorted(extras_of("dev") - {"dev", "demo"})))
+    print(f"{sum(results)} passed, {len(results) - sum(results)} failed")
+    return 0 if all(results) else 1
+
+
 if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        sys.exit(every())
     extra, folder = sys.argv[1:]
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", WANDB_MODE="offline", TOKENIZERS_PARALLELISM="false")
     os.chdir(folder)

@@ -272,14 +272,17 @@ def test_the_readme_has_two_commands_that_start_from_nothing(heading: str, ends:
     assert fence.body == f'python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e "{ends}'
 
 
-def test_ci_runs_the_command_that_the_readme_gives(tmp_path: Path):
+def test_ci_runs_the_commands_that_the_readme_gives():
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    (extract,) = re.findall(r"^test_command=\$\((.*)\)$", script, flags=re.MULTILINE)
-    found = subprocess.run(["bash", "-c", extract], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (function,) = re.findall(r"^command_under\(\) \{\n.*?^\}$", script, flags=re.MULTILINE | re.DOTALL)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (fence,) = fences(readme.split("\n### Test it\n")[1].split("\n#")[0])
-    assert found == fence.body + "\n"
-    assert 'bash -c "$test_command"' in script
+    for part, heading in {"run": "### Run it", "suite": "### Test it"}.items():
+        words = ["bash", "-c", f'{function}\ncommand_under "{heading}"']
+        found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        (fence,) = fences(readme.split(f"\n{heading}\n")[1].split("\n#")[0])
+        assert found == fence.body + "\n"
+        (bare,) = re.findall(rf'^part {part} \.ci/bare bash -ec "\$(\w+)"$', script, flags=re.MULTILINE)
+        assert f'{bare}=$(command_under "{heading}")' in script
     assert subprocess.run(["bash", "-n", ROOT / ".ci" / "run"]).returncode == 0
 
 

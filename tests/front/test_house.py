@@ -20,7 +20,7 @@ import pytest
 import tapereel
 from tapereel.tapes.common.extras import extra_of
 
-from ..contract.extras import SMOKES
+from ..contract import extras
 from .sources import FLOORS, ROOT, imports, length, outline, text
 
 ORDER = FLOORS[: FLOORS.index("cli")]
@@ -291,6 +291,13 @@ for get in (lambda: tapereel.get_recipe, lambda: tapereel.finetune.Trainer):
     ], done.stderr
 
 
+def test_training_needs_no_package_of_another_extra(tmp_path: Path):
+    python, work = extras.alone("train", tmp_path / "environment"), tmp_path / "work"
+    work.mkdir()
+    done = subprocess.run([python, extras.__file__, "train", work], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def _requirements() -> dict[str, list[str]]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return {"": project["dependencies"], **project["optional-dependencies"]}
@@ -319,7 +326,7 @@ def test_each_extra_is_tried_with_the_newest_versions():
     (pattern,) = re.findall(r"grep -oP '(.*?)' tests/contract/extras.py", script)
     listed = subprocess.check_output(["grep", "-oP", pattern, "tests/contract/extras.py"], cwd=ROOT, text=True).split()
     assert sorted([*listed, "vllm", "dev", ""]) == sorted(_requirements())
-    assert sorted(SMOKES) == sorted(listed)
+    assert sorted(extras.SMOKES) == sorted(listed)
 
 
 def test_constraints_pin_all_that_the_dev_extra_installs():
