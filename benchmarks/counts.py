@@ -27,7 +27,8 @@ HERE = Path(__file__).resolve().parent
 TABLE = HERE / "counts.json"
 SLACK = 0.03
 """A count may differ from the table by this part."""
-PACKAGE = f"{HERE.parent}/"
+PACKAGE = tuple(f"{HERE.parent}/{floor}/" for floor in ("tapes", "envs", "agents", "finetune", "cli"))
+"""Where this package's code is. The packages of an environment inside the checkout aren't its code."""
 
 
 def calls(work: Callable[[], object], *, ours: bool = False) -> int:
