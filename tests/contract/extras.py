@@ -365,8 +365,9 @@ def versions(extra: str) -> str:
 
 
 def every() -> int:
-    """Each extra that `dev` installs, alone, two at a time. Returns 1 if one failed. CI's first part runs the demo in an
-    environment that has its extra alone."""
+    """Each extra that `dev` installs, alone, two at a time. Returns 1 if one failed.
+
+    CI's first part runs the demo in an environment that has its extra alone."""
 
     def tried(extra: str) -> bool:
         began = time.monotonic()

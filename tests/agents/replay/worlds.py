@@ -242,7 +242,7 @@ WORLDS: dict[str, tuple[Callable[[], Agent], Callable[[], Environment[Any]], Any
     ),
     "limit of turns": (Thinker, Counting, 9, word, {"limits": Limits(turns=2)}),
     "limit of tokens": (Thinker, Counting, 9, word, {"limits": Limits(tokens=20)}),
-    "limit of context": (Thinker, Counting, 50, word, {"limits": Limits(context=160)}),
+    "limit of context": (Thinker, Counting, 25, word, {"limits": Limits(context=160)}),
     "short answers": (Thinker, Counting, 2, word, {"sampling": Sampling(max_tokens=7, temperature=0.3)}),
 }
 """name -> (agent, environment, task, model, options of the rollout)."""

@@ -31,7 +31,7 @@ from tapereel.tapes import Answer, CauseType, Status, Task, ToolCalls, ToolOffer
 
 from ...attack.sandbox_limits import BOMB
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
+pytestmark = pytest.mark.sandbox
 SLEEP = f"sleep 1000.{os.getpid()}"
 """What snippets leave behind. It tells them from those of other tests, which have sandboxes at the same time."""
 SMALL = {"seconds": 30.0, "memory": 300 << 20, "processes": 20, "limit": 2000}
@@ -69,7 +69,7 @@ MODES = pytest.mark.parametrize(
     [
         {"backend": "bubblewrap"},
         {"isolation": "none"},
-        pytest.param({"backend": "podman"}, marks=pytest.mark.contract),
+        {"backend": "podman"},
     ],
     ids=["bubblewrap", "none", "podman"],
 )
@@ -126,7 +126,7 @@ def test_a_snippet_that_is_given_up_leaves_nothing_behind(mode: dict[str, Any]):
     assert running_as_sandbox() == []
 
 
-@pytest.mark.parametrize("backend", ["bubblewrap", pytest.param("podman", marks=pytest.mark.contract)])
+@pytest.mark.parametrize("backend", ["bubblewrap", "podman"])
 def test_a_fork_bomb_disturbs_no_call_beside_it(backend: str):
     async def use(sandbox: Sandbox) -> str:
         bomb = asyncio.ensure_future(sandbox.run(["/bin/sh", "-c", "f(){ f|f& }; f; sleep 1000"]))
@@ -166,7 +166,7 @@ asyncio.run(hold())
 """
 
 
-@pytest.mark.parametrize("backend", ["bubblewrap", pytest.param("podman", marks=pytest.mark.contract)])
+@pytest.mark.parametrize("backend", ["bubblewrap", "podman"])
 def test_a_run_that_is_killed_leaves_no_process_and_no_file(backend: str):
     command = [sys.executable, "-c", HELD, backend]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as runner:
@@ -284,7 +284,6 @@ def test_where_no_backend_passes_its_self_test_it_refuses(monkeypatch: pytest.Mo
         shell("true")
 
 
-@pytest.mark.contract
 def test_podman_runs_snippets_in_an_image_with_none_of_the_machines_folders(tmp_path: Path):
     """The image holds a shell, cat and their libraries, nothing else."""
     files = {"/bin/sh", "/bin/cat"}

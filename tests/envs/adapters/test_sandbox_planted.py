@@ -21,7 +21,7 @@ from tapereel.envs.adapters.tools import ToolFailed
 
 from .test_sandbox import MODES, SMALL, interpreter, within
 
-pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(120)]
 
 
 @pytest.fixture

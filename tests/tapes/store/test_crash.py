@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tapereel.tapes.store.store import Store
 
 from .crash import RUN, Enumerator, steady
@@ -10,6 +12,7 @@ from .lab import Clock, Lab
 from .simdisk import SimDisk
 
 
+@pytest.mark.kill
 def test_every_legal_image_recovers_everything_that_was_acknowledged() -> None:
     with steady():
         counts = Enumerator(Lab(), thorough=True, deep=120).run()

@@ -11,6 +11,7 @@ from .killers import KILLERS
 from .mutants import MUTANTS, Mutant, broken_store
 
 
+@pytest.mark.kill
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_dies(mutant: Mutant, tmp_path: Path) -> None:
     killed_by = None
