@@ -17,7 +17,7 @@ from typing_extensions import TypeVar
 
 from ..tapes import Action, Answer, Observation, Status, Step, Tape, TapereelError, Text
 from ..tapes.common.arguments import shown
-from ..tapes.common.stats import check_reward
+from ..tapes.common.stats import plain, reward_value
 from ..tapes.errors import BadArgument, UsageError
 from ..tapes.messages import ENV
 from ..tapes.records import Begin, Identity, Reward, Task
@@ -132,29 +132,38 @@ class Outcome:
         put = object.__setattr__  # the class is frozen
         put(self, "observation", observation)
         put(self, "reward", reward)
+        put(self, "metrics", {} if metrics is None else {**metrics})
         put(self, "terminated", terminated)
         put(self, "truncated", truncated)
-        put(self, "metrics", {} if metrics is None else metrics)
-        self.components()
-        if not isinstance(terminated, bool) or not isinstance(truncated, bool):
-            raise BadArgument("Outcome.terminated and Outcome.truncated must be bool")
+        if reward is not None or metrics:
+            parts: dict[str, float] = {}
+            for name, value, weight in self.components():
+                (parts if weight else self.metrics)[name] = value
+            put(self, "reward", parts if isinstance(reward, dict) else parts.get("reward"))
+        # Identity costs no call, and almost every value is one of the two.
+        for name, value in (("terminated", terminated), ("truncated", truncated)):
+            if value is not True and value is not False:
+                flag = plain(value)
+                if not isinstance(flag, bool):
+                    raise BadArgument(f"Outcome.{name} must be a bool, not {shown(value)}")
+                put(self, name, flag)
 
     def components(self) -> list[tuple[str, float, float]]:
         """Return (name, value, weight) for each reward component and each metric.
 
-        A reward component has the weight 1, and a metric has the weight 0. Raises TypeError or ValueError if
-        `check_reward` rejects a value.
+        A reward component has the weight 1, and a metric has the weight 0. Raises BadArgument if `reward_value` rejects
+        a value.
         """
-        reward, every = self.reward, list[tuple[str, float, float]]()
+        reward, every = self.reward, list[tuple[str, object, float]]()
         if isinstance(reward, dict):
             every += [(name, value, 1.0) for name, value in reward.items()]
         elif reward is not None:
             every.append(("reward", reward, 1.0))
         if self.metrics:
             every += [(name, value, 0.0) for name, value in self.metrics.items()]
-        for name, value, weight in every:
-            check_reward(f"reward component {name!r}", value, weight)
-        return every
+        return [
+            (name, reward_value(f"reward component {name!r}", value, weight), weight) for name, value, weight in every
+        ]
 
 
 def bare_tape(tape: str, task: Task, env: str, env_seed: int, steps: Iterable[Step]) -> Tape:

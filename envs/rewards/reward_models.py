@@ -23,7 +23,7 @@ from pydantic import JsonValue
 from pydantic_core import from_json
 
 from ...tapes import Message, Tape, TapereelError
-from ...tapes.common.stats import check_reward
+from ...tapes.common.stats import reward_value
 from ...tapes.errors import MissingExtra
 from ...tapes.messages import text_of
 from .sources import RewardSource, Score, label_of, reference_of
@@ -109,7 +109,7 @@ def checked(scores: object, samples: Sequence[Sample], who: str) -> list[ModelSc
             try:
                 # The check uses weight 0, as for a metric. Thus a finite number that is too large for a reward passes
                 # here, and later fails only its own tape instead of the whole request.
-                check_reward(f"the score of {sample.id}", 0 if score is None else value, 0)
+                reward_value(f"the score of {sample.id}", 0 if score is None else value, 0)
             except (TypeError, ValueError) as error:
                 raise WrongAnswer(f"{who} returned an invalid score: {error}") from None
     return list(scores)

@@ -17,7 +17,7 @@ from typing import Any, Generic, Literal, NamedTuple, Never, TypeVar
 from pydantic import JsonValue
 
 from ...tapes import Action, Tape, TapereelError
-from ...tapes.common.stats import check_reward
+from ...tapes.common.stats import reward_value
 from ...tapes.common.text import storable
 from ...tapes.errors import RunStopped
 from ...tapes.records import Reward
@@ -274,7 +274,7 @@ def _frame(source: RewardSource[Any], failure: RewardFailed) -> str | None:
     """Return the line that raised the error. If this module rejected the score, return the source's first line."""
     frames = traceback.extract_tb(failure.__cause__.__traceback__ if failure.__cause__ is not None else None)
     code = getattr(source.score, "__code__", None)
-    if code is not None and (not frames or frames[-1].filename in (__file__, check_reward.__code__.co_filename)):
+    if code is not None and (not frames or frames[-1].filename in (__file__, reward_value.__code__.co_filename)):
         return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
     return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else None
 
@@ -287,10 +287,14 @@ def _parts(source: RewardSource[Any], score: Any, place: int | None) -> list[_Pa
         found = [(f"{source.name}/{key}", value, scored.weights.get(key, 1.0)) for key, value in scored.score.items()]
     else:
         found = [(source.name, scored.score, 1.0)]
-    for part, value, weight in found:
-        check_reward(part, value, source.weight * weight)
     return [
-        _Part(place, part, float(value), weight, scored.evidence if k == 0 else None)
+        _Part(
+            place,
+            part,
+            reward_value(part, value, source.weight * weight),
+            weight,
+            scored.evidence if k == 0 else None,
+        )
         for k, (part, value, weight) in enumerate(found)
     ]
 

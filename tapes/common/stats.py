@@ -24,13 +24,24 @@ DOWN = 2.0**-64
 power of two causes no rounding."""
 
 
-def check_reward(name: str, value: object, weight: float = 1.0) -> None:
-    """Check that `value` can be a component of a reward, or a metric if its weight is 0.
+def plain(value: object) -> object:
+    """Return the Python number or bool in a scalar of numpy or torch, and any other value unchanged."""
+    if isinstance(value, int | float):
+        return float(value) if isinstance(value, float) else value  # numpy's float64 is a float
+    item = getattr(value, "item", None)
+    return item() if callable(item) and getattr(value, "ndim", None) == 0 else value
 
-    Raises BadArgument if `value` isn't a finite number, or if it is a reward beyond REWARD_LIMIT.
+
+def reward_value(name: str, value: object, weight: float = 1.0) -> float:
+    """Return `value` as a component of a reward, or as a metric if its weight is 0.
+
+    A bool counts as 0 or 1, and a scalar of numpy or torch as its number. Raises BadArgument if `value` isn't a finite
+    number, or if it is a reward beyond REWARD_LIMIT.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadArgument(f"{name} must be a float, not {shown(value)}: write float(...) around it")
+    if type(value) is not float:  # almost every value is one, and each turn checks some
+        given, value = value, plain(value)
+        if not isinstance(value, int | float):
+            raise BadArgument(f"{name} must be a number, not {shown(given)}")
     most = REWARD_LIMIT if weight else sys.float_info.max
     if not (-most <= value <= most and -most <= weight * value <= most):
         known = isinstance(value, float) or abs(value) <= sys.float_info.max
@@ -39,6 +50,7 @@ def check_reward(name: str, value: object, weight: float = 1.0) -> None:
             f"{name} is {text}{'' if weight in (0, 1) else f' with the weight {weight!r}'}, but it must be from "
             f"{-most:g} to {most:g}: scale it down, or leave it out if there is no score"
         )
+    return float(value)
 
 
 def total(values: Iterable[float], n: int = 1) -> float:

@@ -125,11 +125,25 @@ def test_other_values_are_the_fault_of_the_environment():
         as_outcome(1.0, "finish")
     with pytest.raises(EnvironmentFault, match=r"Outcome\.observation"):
         Outcome(1)  # type: ignore[arg-type]
+    for flag in ("terminated", "truncated"):
+        with pytest.raises(BadArgument, match=flag):
+            Outcome(**{flag: 1})  # type: ignore[arg-type]
     late = Outcome(reward={"score": 0.5})
     assert isinstance(late.reward, dict)
     late.reward["score"] = math.inf
     with pytest.raises(BadArgument, match=r"score.*\binf\b"):  # also where nothing is recorded, as in `check_env`
         as_outcome(late)
+
+
+def test_bools_and_scalars_of_other_libraries_are_numbers():
+    numpy: Any = pytest.importorskip("numpy")
+    half, yes = numpy.float32(0.5), numpy.bool_(True)
+    outcome = Outcome(reward={"a": True, "b": half}, terminated=yes, metrics={"c": numpy.int64(3)})
+    assert outcome == Outcome(reward={"a": 1.0, "b": 0.5}, terminated=True, metrics={"c": 3.0})
+    assert [type(value) for _, value, _ in outcome.components()] == [float] * 3
+    assert (type(outcome.terminated), Outcome(reward=numpy.array(2)).reward) == (bool, 2.0)
+    with pytest.raises(BadArgument, match="ndarray"):
+        Outcome(reward=numpy.ones(1))
 
 
 def _policy(seen: Observation, rng: random.Random) -> str:

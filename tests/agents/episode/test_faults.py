@@ -20,7 +20,7 @@ from .test_rollout import Raising, acting, fault_of, run
 def test_what_the_library_refuses_is_blamed_on_the_line_of_the_environment():
     class Right(GuessNumber):
         async def step(self, action: Guess) -> Outcome:
-            return Outcome(reward=action.number == self.secret)
+            return Outcome(reward=str(action.number == self.secret))  # type: ignore[arg-type]
 
     tape = run(Player(), Right(), 7, engine=ScriptedEngine(["7"]))
     assert "'reward'" in tape.cause.message
@@ -71,9 +71,9 @@ def past_the_check(value: float) -> Outcome:
 
 
 def changed_later(value: float) -> Outcome:
-    parts = {"exact": 0.5}
-    outcome = Outcome(reward=parts, terminated=True)
-    parts["exact"] = value
+    outcome = Outcome(reward={"exact": 0.5}, terminated=True)
+    assert isinstance(outcome.reward, dict)
+    outcome.reward["exact"] = value
     return outcome
 
 

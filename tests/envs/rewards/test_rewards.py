@@ -98,7 +98,7 @@ def test_a_fork_scores_its_own_actions_and_leaves_the_parents_alone():
 FAILURES = [
     (broken, r"KeyError: 'no such column'"),
     (lambda tape: "1.0", r"BadArgument: .*'1\.0'"),
-    (lambda tape: True, "BadArgument: .*True"),
+    (lambda tape: "True", "BadArgument: .*True"),
     (lambda tape: float("nan"), r"BadArgument: .*\bnan\b"),
     (lambda tape: 10**400, "BadArgument: .*integer"),
     (lambda tape: 2 * REWARD_LIMIT, r"BadArgument: .*\b2000000000000000\.0\b"),
