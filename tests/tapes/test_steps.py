@@ -1,10 +1,11 @@
 """Steps: kinds, roles, equality, what a model reads, and content this process doesn't know."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tapereel.tapes import Action, Observation, Text, Thought
+from tapereel.tapes import Action, Answer, Observation, Step, Text, Thought
 from tapereel.tapes.errors import Unwritable
 from tapereel.tapes.records import StepRecord
 from tapereel.tapes.steps import UnknownAction, read_step, role_of
@@ -27,6 +28,12 @@ def test_kind_is_the_snake_case_class_name_unless_given():
 
 def test_equality_is_equality_of_content():
     assert PlayCard(card=1) == PlayCard(card=1) != PlayCard(card=2)
+
+
+@pytest.mark.parametrize("compare", [lambda step: step == "4", lambda step: "4" != step, lambda step: "4" in step])
+def test_a_step_is_not_compared_with_a_string(compare: Callable[[Step], bool]):
+    with pytest.raises(TypeError, match=r"\bAnswer\b.*\.text"):
+        compare(Answer(text="4"))
 
 
 def test_a_step_is_frozen_and_closed():
