@@ -184,8 +184,8 @@ class EmbeddedConfig(SlotsConfig, ComputeConfig):
 class ServerConfig(SlotsConfig, OptionsConfig, ServerSettings):
     """vLLM or SGLang servers that serve one model.
 
-    `tapereel serve model` starts vLLM with the required flags. If `urls` is empty, the run starts vLLM itself. No test
-    has run against a real SGLang server yet.
+    `tapereel serve model` starts vLLM with the required flags. If `urls` is empty, the run starts vLLM itself. No
+    test has run SGLang on a GPU yet.
     """
 
     kind: Literal["vllm", "sglang"] = "vllm"

@@ -7,18 +7,21 @@ doesn't support this way, an error says what to change.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import cache, partial
+from typing import TYPE_CHECKING, cast
 
 from ....agents.engines.engine import EngineError
+from ....tapes.common.hub import local_folder
 from ..transport.absence import Absence
 from ..transport.http_channel import Server, ServerFailed
+from ..transport.wire import field
 from ..weights.weight_config import AdapterConfig
-from ..weights.weight_sync import UNKNOWN, VLLMReload, WeightSync, weight_version
+from ..weights.weight_sync import STARTED, UNKNOWN, VLLMReload, WeightSync, weight_version
 from ..weights.weight_transfer import NCCLGroup, NCCLTransfer, VLLMTransfer
-from .fleet import HEALTH_SECONDS, Member, is_away
+from .fleet import HEALTH_SECONDS, Member, is_away, log
 from .lora_servers import AdapterEngine
 from .server_config import NCCLConfig, ServerSettings, addresses
 from .server_engine import RemoteEngine
@@ -100,7 +103,7 @@ async def _member(
         (sync,) = await _syncs(config, [server], weights, group)
         if weights:
             await sync.free()
-        _, capabilities = await probe(server, renderer)
+        _, capabilities = await probe(server, renderer, config.model)
         if replace(capabilities, takes_weights=engine.capabilities.takes_weights) != engine.capabilities:
             raise EngineError(f"the servers differ: {server} is {capabilities}, and the others {engine.capabilities}")
         if weights and config.publish != "lora":
@@ -127,7 +130,7 @@ async def _connected(
         # because a paused server can't answer it.
         for sync in syncs:
             await sync.free()
-    found = [await probe(server, renderer) for server in servers]
+    found = [await probe(server, renderer, config.model) for server in servers]
     # All servers must agree in everything that is recorded on a tape or used by a check, such as the log-prob mode.
     kinds = {replace(capabilities, takes_weights=False) for _, capabilities in found}
     if len(kinds) > 1:
@@ -148,7 +151,11 @@ async def _connected(
             )
         # The servers may have different weights now, because the next weight sync makes them equal.
         labels = {DIFFERENT}
-    version = labels.pop() or "default"
+    version = labels.pop() or STARTED
+    if not capabilities.seeds:
+        _warn_of_seeds(servers[0].url)
+    if not weights or adapted:
+        await _warn_of_weights(servers, config, version)
     if not adapted:
         if weights:
             for sync in syncs:
@@ -162,6 +169,34 @@ async def _connected(
     return AdapterEngine(
         servers, dialect, renderer, capabilities, config, version=version, syncs=syncs, adapters=adapters
     )
+
+
+@cache  # a run connects several times
+def _warn_of_seeds(url: str) -> None:
+    log.warning("%s ignores seeds: start SGLang with --enable-deterministic-inference", url)
+
+
+async def _warn_of_weights(servers: Sequence[Server], config: ServerSettings, version: str) -> None:
+    """Log a warning for each server that holds other weights than `engine.model` and gets none from this engine. They
+    may be those that a training run has sent, or those of another folder on this machine."""
+    for server in servers:
+        models = await server.get("/v1/models", seconds=30.0)
+        held = str(cast(dict[str, object], field(models, "data", 0)).get("root"))
+        if version != STARTED or await asyncio.to_thread(_is_elsewhere, config.model, held):
+            log.warning(
+                "%s holds the weights %r of %s, and engine.model is %s: restart the server with this model, or set "
+                "engine.model to the folder of the weights that it holds",
+                server,
+                version,
+                held,
+                config.model,
+            )
+
+
+def _is_elsewhere(model: str, folder: str) -> bool:
+    """Return whether `folder` exists on this machine and isn't the model's."""
+    here = local_folder(model)
+    return here is not None and os.path.isdir(folder) and not here.samefile(folder)
 
 
 def _check_takes_weights(servers: Sequence[Server], do: bool) -> None:

@@ -67,7 +67,7 @@ class Capabilities:
     server: str
     """Name and version of the server software."""
     model: str
-    """Name under which the server serves the model."""
+    """Name under which the server serves the model. For SGLang, `engine.model`."""
     context: int | None
     """Maximum number of tokens in prompt and completion together, or None if it is unknown."""
     logprobs: Literal["processed", "raw"]
@@ -84,6 +84,8 @@ class Capabilities:
     """Whether the server reads pictures, and turns them into the same tokens as the local renderer."""
     enforces: bool = False
     """Whether the server keeps answers within a grammar."""
+    seeds: bool = True
+    """Whether the server draws tokens by the request's seed."""
 
 
 @dataclass(slots=True)

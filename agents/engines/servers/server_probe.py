@@ -23,7 +23,7 @@ from ..transport.wire import BadAnswer, Dialect, field, same_prompt
 from ..weights.weight_sync import weight_version
 from .fleet import log
 from .server_engine import Capabilities, answered
-from .sglang import SGLangGenerate
+from .sglang import SGLangGenerate, draws_by_seed
 from .vllm import Chat, Completions, Generate
 
 if TYPE_CHECKING:
@@ -39,15 +39,17 @@ REFUSED = (401, 403, 404, 405, 501)
 """HTTP statuses that servers return for a disabled or missing route."""
 
 
-async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabilities]:
+async def probe(server: Server, renderer: Renderer, name: str | None = None) -> tuple[Dialect, Capabilities]:
     """Return the dialect (format of requests) to use with `server`, and the server's capabilities. The first dialect
-    whose route the server accepts is used. Raises EngineError."""
+    whose route the server accepts is used. `name` is the model's name if the server is SGLang. Raises EngineError."""
     kind = await kind_of(server)
     dialects: list[Dialect] = [Generate(renderer), Completions(), Chat(renderer.template_kwargs)]
+    models = await server.get("/v1/models", seconds=30.0)
+    model, seeds = cast(str, field(models, "data", 0, "id")), True
     if kind.startswith("SGLang"):
         dialects = [SGLangGenerate()]
-    models = await server.get("/v1/models", seconds=30.0)
-    model = cast(str, field(models, "data", 0, "id"))
+        # SGLang renames its model after the folder of each weight sync, and no request of its dialect names a model.
+        model, seeds = name or model, await draws_by_seed(server)
     context = cast(dict[str, Any], field(models, "data", 0)).get("max_model_len")
     request, refused = _question(renderer, 1.0), []
     for dialect in dialects:
@@ -78,6 +80,7 @@ async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabiliti
             and bool(renderer.pictures)
             and await _sees(server, dialect, renderer, model),
             enforces=not isinstance(dialect, SGLangGenerate) and await _enforces(server, dialect, renderer, model),
+            seeds=seeds,
         )
         return dialect, capabilities
     raise EngineError(f"{server} refuses every route that gives token ids: {'; '.join(refused)}")

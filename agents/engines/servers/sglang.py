@@ -1,8 +1,7 @@
 """SGLang's dialect, which is `/generate` with token ids in and out, and SGLang's routes for new weights.
 
-The module was written for SGLang 0.5.23 and tested against the shapes in its published wheel. It was not run with a
-server, because that needs a GPU. SGLang computes log-probs after temperature is applied, as a tape requires. vLLM does
-so only with `--logprobs-mode processed_logprobs`.
+Tested with SGLang 0.5.23 on a CPU (`tests/contract/test_sglang.py`). SGLang computes log-probs after temperature is
+applied, as a tape requires. vLLM does so only with `--logprobs-mode processed_logprobs`.
 """
 
 from __future__ import annotations
@@ -22,6 +21,12 @@ ALL = 1 << 30
 
 SLEEPS = ["kv_cache", "cuda_graph"]
 """What a server frees when it goes to sleep."""
+
+
+async def draws_by_seed(server: Server) -> bool:
+    """Return whether the seed of a request has an effect. Without the flag, SGLang accepts seeds and ignores them."""
+    info = await server.get("/server_info", seconds=30.0)
+    return cast(dict[str, object], info).get("enable_deterministic_inference") is not False
 
 
 class SGLangGenerate:

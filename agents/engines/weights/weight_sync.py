@@ -21,6 +21,8 @@ from ..engine import PublishMode
 from ..transport.http_channel import NO_ROUTE, Server, ServerFailed
 from .sleeping import Part, Rests
 
+STARTED = "default"
+"""The version that vLLM and SGLang report until they receive new weights."""
 UNKNOWN = "unknown: "
 """Prefix of the version name if a server's weights are unknown."""
 

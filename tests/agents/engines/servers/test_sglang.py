@@ -1,6 +1,6 @@
 """SGLang: what we send and read is what its published wheel takes and gives; the client against a server of that shape.
 
-It was not run against the real server, which needs a GPU. `sglang_protocol.json` was read from the wheel by
+tests/contract/test_sglang.py runs the real server. `sglang_protocol.json` was read from the wheel by
 tests/contract/sglang_protocol.py.
 """
 
@@ -18,6 +18,8 @@ import torch
 from aiohttp import web
 
 from tapereel.agents.engines.engine import Completion, EngineError, Request
+from tapereel.agents.engines.servers import fleet
+from tapereel.agents.engines.servers.connect import connect
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.servers.sglang import ALL, SGLangGenerate
 from tapereel.agents.engines.weights.weight_sync import PublishFailed, PublishMode
@@ -27,7 +29,8 @@ from tapereel.finetune.run.player_config import TrainerConfig, check_engine
 from tapereel.tapes.records import Sampling
 
 from ....finetune.loop.lab import RENDERER
-from ...faulty import listening
+from ...faulty import FaultyServer, listening
+from ...served import servers
 from .test_remote import using
 
 pytestmark = pytest.mark.timeout(60)
@@ -45,6 +48,8 @@ TAKES = {
     "/resume_memory_occupation": "ResumeMemoryOccupationReqInput",
 }
 """Route -> the class of its body."""
+SEEDS = "enable_deterministic_inference"
+WEIGHTS = {"w": torch.zeros(2)}
 
 
 def ask(seed: int = 1, on_partial: Any = None, **sampling: Any) -> Request:
@@ -63,7 +68,9 @@ class SGLangServer:
 
     def __init__(self, name_versions: bool = True) -> None:
         self.version = "default"
-        self.paused = False
+        self.model = "m"
+        self.seeds: bool | None = None
+        self.gone = self.paused = False
         self.name_versions = name_versions
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.broken = ""
@@ -78,11 +85,16 @@ class SGLangServer:
         async with listening(app) as url:
             yield url
 
+    def restart(self) -> None:
+        self.gone, self.version, self.model = False, "default", "m"
+
     async def about(self, request: web.Request) -> web.Response:
+        if self.gone:
+            return web.Response(status=502)
         found = {
-            "/server_info": {"version": "0.5.23"},
+            "/server_info": {"version": "0.5.23"} | ({} if self.seeds is None else {SEEDS: self.seeds}),
             "/health": {},
-            "/v1/models": {"data": [{"id": "m", "max_model_len": 64}]},
+            "/v1/models": {"data": [{"id": self.model, "root": self.model, "max_model_len": 64}]},
             "/model_info": {"weight_version": self.version},
         }
         if request.path not in found or request.path not in PROTOCOL["routes"]:
@@ -91,6 +103,8 @@ class SGLangServer:
 
     async def asked(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if self.gone:
+            return web.Response(status=502)
         taken = taken_by(TAKES.get(request.path, "")) if request.path in PROTOCOL["routes"] else None
         if taken is None or not set(body) <= taken:
             return web.Response(status=400, text=f"{request.path} takes {taken}, not {set(body)}")
@@ -104,6 +118,7 @@ class SGLangServer:
         if request.path == self.broken:
             return web.json_response({"success": False, "message": "no such folder"}, status=self.status)
         self.paused = {"/pause_generation": True, "/continue_generation": False}.get(request.path, self.paused)
+        self.model = body.get("model_path") or self.model
         self.version = body.get("weight_version") or body.get("new_version") or self.version
         if request.path == "/abort_request":
             self.pending.pop(body["rid"]).set()
@@ -217,6 +232,79 @@ def test_a_server_that_a_dead_trainer_left_paused_is_freed() -> None:
     assert using(server, test, seconds=30.0).spans == (("run:7", 0, 5),)
     assert not server.paused
     assert server.told == [("/continue_generation", {})]
+
+
+def test_a_restarted_server_samples_again_although_the_others_have_renamed_their_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fleet, "LOOK_AGAIN", 0.02)
+    well, mortal = SGLangServer(), SGLangServer()
+
+    async def test() -> None:
+        async with asyncio.timeout(50), well.up() as one, mortal.up() as other:
+            config = servers(one, other, model=tmp_path, weights_folder=tmp_path / "weights")
+            engine = await connect(config, RENDERER, weights=True)
+            await engine.sync_weights(WEIGHTS, "run:1")
+            assert engine.name == f"sglang:{tmp_path}"
+            mortal.gone = True
+            await engine.sync_weights(WEIGHTS, "run:2")
+            assert list(engine.samplers) == [one]
+            mortal.restart()
+            while len(engine.samplers) < 2:  # noqa: ASYNC110  # the other side of a real connection
+                await asyncio.sleep(0.01)
+            for sampler in engine.samplers.values():
+                assert (await sampler(ask())).spans == (("run:2", 0, 5),)
+            await engine.close()
+            mortal.restart()
+            engine = await connect(config, RENDERER, weights=True)  # as a resumed run does
+            await engine.sync_weights(WEIGHTS, "run:3")
+            assert (engine.name, list(engine.samplers)) == (f"sglang:{tmp_path}", [one, other])
+            await engine.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("flag", [False, True, None])
+def test_a_server_that_ignores_seeds_is_named(flag: bool | None, caplog: pytest.LogCaptureFixture) -> None:
+    server = SGLangServer()
+    server.seeds = flag
+
+    async def test(engine: RemoteEngine) -> bool:
+        return engine.capabilities.seeds
+
+    assert using(server, test) is (flag is not False)
+    assert ("--enable-deterministic-inference" in caplog.text) is (flag is False)
+
+
+@pytest.mark.parametrize(
+    ("version", "folder", "named"),
+    [
+        ("run:7", "served", True),
+        ("default", "other", True),
+        ("default", "link", False),
+        ("default", "elsewhere", False),  # a path on the server's machine
+    ],
+)
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_server_with_other_weights_is_named_unless_it_gets_new_ones(
+    version: str, folder: str, named: bool, weights: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, server = tmp_path / "served", SGLangServer()
+    model.mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "link").symlink_to(model)
+    server.version, server.model = version, str(tmp_path / folder)
+    using(server, lambda engine: engine.complete(ask()), model=model, weights=weights)
+    assert (f"engine.model is {model}" in caplog.text) is (named and not weights)
+
+
+def test_a_vllm_server_with_the_weights_of_an_earlier_run_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    server = FaultyServer()
+    using(server, lambda engine: engine.complete(ask()), weights=False)
+    assert not caplog.text
+    server.version = "run:7"
+    using(server, lambda engine: engine.complete(ask()), weights=False)
+    assert "'run:7'" in caplog.text
 
 
 def test_drain_is_refused_where_the_configuration_is_read() -> None:
