@@ -1,4 +1,4 @@
-"""What SGLang's published wheel takes and gives: read from its source, without importing it, which needs a GPU.
+"""What SGLang's published wheel takes and gives: read from its source, without importing it.
 
     pip download --no-deps sglang==0.5.23 && python tests/contract/sglang_protocol.py sglang-0.5.23-*.whl
 
