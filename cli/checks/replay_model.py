@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
 from ...tapes.audit.verdict import Verdict
 from ..progress_bars import live_progress
@@ -25,9 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance",
         type=float,
-        default=1e-4,
         metavar="X",
-        help="largest difference in nats that counts as equal (default %(default)g)",
+        help="largest difference in nats that counts as equal (default: 0.0001 in float32, measured in bfloat16)",
     )
 
 
@@ -39,18 +39,26 @@ def run(args: argparse.Namespace) -> int:
         verdicts, reason = requery_run(
             args.run, args.model, tolerance=args.tolerance, progress=progress, **tape_arguments(args)
         )
-    lines = [reason] if reason else _difference_lines(verdicts.verdicts, args.tolerance)
+    lines = [reason] if reason else _difference_lines(verdicts.verdicts)
     return print_verdicts(args, verdicts, *lines, data={"reason": reason})
 
 
-def _difference_lines(found: tuple[Verdict, ...], tolerance: float) -> list[str]:
-    compared = [v for v in found if v.measured]
-    n = sum(v.checked["tokens"] for v in compared)
-    if not n:
-        return []
-    mean = sum(v.measured["mean"] * v.checked["tokens"] for v in compared) / n
-    largest = max(v.measured["largest"] for v in compared)
-    return [
-        f"log-probs of {n:,} tokens differ by {mean:.2g} nats on average and {largest:.2g} at most "
-        f"(tolerance {tolerance:g})"
-    ]
+def _difference_lines(found: tuple[Verdict, ...]) -> Iterator[str]:
+    for precision in sorted({v.precision for v in found if v.precision is not None}):
+        compared = [v for v in found if v.precision == precision]
+        n = sum(v.checked["tokens"] for v in compared)
+        mean = sum(v.measured["mean"] * v.checked["tokens"] for v in compared) / n
+        of = max(
+            (v.measured for v in compared),
+            key=lambda one: one.get("version_error", 0) / one.get("version_tolerance", 1),
+        )
+        yield (
+            f"{precision}: log-probs of {n:,} tokens differ by {mean:.2g} nats on average and "
+            f"{max(v.measured['largest'] for v in compared):.2g} at most"
+            + (
+                f". Against float32, those of a version are off by up to {of['version_error']:.2g} (root mean square), "
+                f"and those computed again by {of['rounding']:.2g} (tolerance {of['version_tolerance']:.2g})"
+                if "version_error" in of
+                else f" (tolerance {of['tolerance']:g})"
+            )
+        )

@@ -3,29 +3,39 @@
 This checks that a tape's tokens come from the policy that the tape names. Each token is scored (teacher-forced) with
 the weights of its recorded version, or with weights that the caller names. The weights come from checkpoints and model
 folders. If the weights of a version are missing, its tokens can't be verified.
+
+In float32, log-probs are equal up to `TOLERANCE`. In bfloat16, rounding alone moves some of them by tenths of a nat, so
+the tolerance is measured. The recorded log-prob and the one computed again in the same precision are two roundings
+of one number, which float32 arithmetic with the same weights gives. If the weights are right, both are equally far from
+it, whatever the model. The root mean square over a tape and over a version's tapes is compared (`allowed`), because
+rounding errors have heavy tails.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from ...agents.engines.embedded.pretrained import (
+    Dtype,
     Pretrained,
     earlier_digest,
     load_pretrained,
     load_weights,
     weights_digest,
 )
-from ...agents.setup.recorded_setup import recorded_rendering
+from ...agents.setup.recorded_setup import recorded_rendering, with_trainer_settings
 from ...agents.vision.vision import BadPlace, VideoTokens
 from ...tapes import Tape
 from ...tapes.audit.checking import chosen_tapes, torn_tails
@@ -38,13 +48,25 @@ from ...tapes.store.run_directory import recorded_settings
 from ...tapes.store.store import Store
 from ..data.rows import Row, rows
 from ..trainer.checkpoint import Checkpoint, checkpoint_folders, checkpoints
-from ..trainer.logprobs import score
+from ..trainer.logprobs import casting, parts, score
 
 TOLERANCE = 1e-4
 """Two log-probs in float32 count as equal up to this difference in nats. It is ten times the observed rounding error,
 but less than the effect of one update."""
+MARGIN = 1.25
+"""In bfloat16, recorded log-probs may be this many times further from float32 than those computed again, because a
+sampler rounds at other places. On a CPU, the measured ratios are between 0.9 and 1.12."""
+SURE, TAIL = 5.0, 10.0
+"""The tolerance in bfloat16 includes SURE standard deviations of a mean square. They are computed for a kurtosis of at
+least TAIL, as measured for SmolLM2-135M, because few tokens don't show how heavy the tails are."""
+Precision = Literal["float32", "bfloat16 weights", "bfloat16 autocast", "bfloat16 assumed"]
+"""How a sampler computed: in float32, in the dtype of its weights, or under autocast to bfloat16. If the run doesn't
+record it, as with servers, bfloat16 is assumed where float32 doesn't give the recorded log-probs."""
+UNKNOWN = "the run doesn't record the precision of its engine, and bfloat16 explains the differences from float32"
+Begun = Sequence[tuple[str, Dtype]]
+"""The model folders that a run began with, and the dtypes of their weights."""
 BATCH = 128
-"""Number of tapes that are scored in one call of `requery`."""
+"""Number of tapes that are scored and judged in one call of `requery`."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +86,14 @@ class Policy:
 class Policies:
     """Finds the weights of a policy version in the run's checkpoints and model folders, or in a named folder."""
 
-    def __init__(
-        self, run: Path, published: Sequence[Publish], *, only: str | None = None, begun: Sequence[str] = ()
-    ) -> None:
-        """`only` is a checkpoint or model folder that scores all tokens, whichever version the tapes name. `begun` are
-        the model folders that the run began with."""
+    def __init__(self, run: Path, published: Sequence[Publish], *, only: str | None = None, begun: Begun = ()) -> None:
+        """`only` is a checkpoint or model folder that scores all tokens, whichever version the tapes name."""
         self.run = run
         self.digests = {publish.version: publish.digest for publish in published}
         self._video: VideoTokens = recorded_rendering(run).video
-        self.only = _folder(Path(only), self._video) if only is not None else None
+        self._settings = recorded_settings(run)
+        dtype: Dtype = begun[0][1] if begun else "float32"
+        self.only = _folder(Path(only), self._video, dtype) if only is not None else None
         self._known: dict[str, Policy] | None = None
         self._begun = begun
         self._loaded: tuple[str, Pretrained] | None = None
@@ -87,8 +108,9 @@ class Policies:
         if self._known is None:
             saved = [one for folder in checkpoint_folders(self.run) for one in checkpoints(folder)]
             found = [_checkpoint(one, self._video) for one in saved]
-            begun = [folder for name in self._begun if (folder := local_folder(name)) is not None]
-            found += [_folder(folder, self._video) for folder in begun]
+            for name, dtype in self._begun:
+                if (begun := local_folder(name)) is not None:
+                    found.append(_folder(begun, self._video, dtype))
             self._known = {policy.digest: policy for policy in found}
             missing = {name for name, one in self.digests.items() if one not in self._known}
             for policy in found if missing else ():
@@ -104,10 +126,60 @@ class Policies:
             self._loaded = (policy.digest, policy.load())
         return self._loaded[1]
 
-    def logprobs(self, policy: Policy, rows: Sequence[Row]) -> NDArray[np.float64]:
-        """Return the log-probs (T,) under these weights of the tokens that agents produced in `rows`."""
+    def precision(self, version: str) -> Precision:
+        """Return the precision in which a version was sampled."""
+        lineage = version.rpartition(":")[0]
+        if lineage and self.digests.get(version, "").startswith(lineage):
+            return "bfloat16 weights"  # an embedded engine that nothing trains names its weights by their digest
+        own = (self._settings.get("players") or {}).get(lineage.partition("-")[2], self._settings)
+        if (own.get("engine") or {}).get("kind") != "embedded":
+            return "bfloat16 assumed"
+        optimiser = own.get("optimiser") or (self._settings.get("loop") or {}).get("optimiser") or {}
+        return "bfloat16 autocast" if optimiser.get("autocast") else "bfloat16 weights"
+
+    def logprobs(
+        self, policy: Policy, rows: Sequence[Row], precision: Precision, model: nn.Module | None = None
+    ) -> NDArray[np.float64]:
+        """Return the log-probs (T,) of the tokens that agents produced in `rows`, under these weights or `model`."""
         found = self.loaded(policy)
-        return score(found.model, rows, vision=found.vision).logprob.double().cpu().numpy()
+        model = found.model if model is None else model
+        with casting(model, torch.bfloat16 if precision == "bfloat16 autocast" else None):
+            return score(model, rows, vision=found.vision).logprob.double().cpu().numpy()
+
+    def scored(self, policy: Policy, version: str, rows: Sequence[Row], tolerance: float | None) -> list[Scored]:
+        """Score the tokens of `rows`, which `version` sampled, with these weights and in the sampler's precision. If
+        `tolerance` is None, it is measured for a precision other than float32."""
+        narrow, precision = torch.bfloat16, self.precision(version)
+        recorded = np.concatenate([row.old for row in rows]).astype(np.float64)
+        now = self.logprobs(policy, rows, precision)
+        model: Any = self.loaded(policy).model
+        wide = precision != "bfloat16 autocast" and all(weight.dtype != narrow for weight in model.parameters())
+        known = precision == "bfloat16 weights" or tolerance is not None
+        if wide and (known or (np.abs(now - recorded) <= TOLERANCE).all()):
+            precision = "float32"
+        exact = None
+        if precision != "float32" and tolerance is None:
+            # The weights that the sampler rounds are rounded for float32 too, so that only activations differ.
+            model = deepcopy(model)
+            if precision == "bfloat16 autocast":
+                for layer in parts(model)[0].modules():
+                    if isinstance(layer, nn.Linear):
+                        layer.to(narrow)
+            elif precision == "bfloat16 assumed":
+                for weight in filter(torch.is_floating_point, model.parameters()):
+                    weight.data = weight.data.to(narrow)
+                now = self.logprobs(policy, rows, precision, model)
+            exact = self.logprobs(policy, rows, "float32", model.float())
+        ends = np.cumsum([len(row.own) for row in rows])
+        places = [slice(end - len(row.own), end) for row, end in zip(rows, ends, strict=True)]
+        if exact is None:
+            limit = TOLERANCE if tolerance is None else tolerance
+            found = [(Compared("token", float(np.abs(now - recorded)[at].max()), limit),) for at in places]
+        else:
+            found = compared(recorded - exact, now - exact, places)
+        return [
+            Scored(row, now[at], policy.name, precision, one) for row, at, one in zip(rows, places, found, strict=True)
+        ]
 
 
 def _checkpoint(one: Checkpoint, video: VideoTokens) -> Policy:
@@ -123,11 +195,11 @@ def _checkpoint(one: Checkpoint, video: VideoTokens) -> Policy:
     return Policy(str(one.path), str(one.state["digest"]), load, one.state.get("version"))
 
 
-def _folder(path: Path, video: VideoTokens) -> Policy:
-    """Return the weights in the directory of a checkpoint, or of a model in Hugging Face format."""
+def _folder(path: Path, video: VideoTokens, dtype: Dtype) -> Policy:
+    """Return the weights in the directory of a checkpoint, or of a model in Hugging Face format, in `dtype`."""
     if (path / "state.json").is_file():
         return _checkpoint(next(one for one in checkpoints(path.parent) if one.path == path), video)
-    found = load_pretrained(path, device="auto", video=video)
+    found = load_pretrained(path, device="auto", dtype=dtype, video=video)
     return Policy(str(path), weights_digest(found.model.state_dict()), lambda: found)
 
 
@@ -138,8 +210,11 @@ class Scored:
 
     row: Row
     logprob: NDArray[np.float64]
-    """Log-probs (n,) of the row's own tokens."""
+    """Log-probs (n,) of the row's own tokens, in the sampler's precision."""
     policy: str
+    precision: Precision
+    compared: tuple[Compared, ...]
+    """The differences that decide the verdict."""
 
     @property
     def gap(self) -> NDArray[np.float64]:
@@ -147,11 +222,52 @@ class Scored:
         return np.abs(self.logprob - self.row.old.astype(np.float64))
 
 
+class Compared(NamedTuple):
+    """A difference that decides a verdict."""
+
+    of: str
+    """`token` if it is the largest difference of a token. `tape` or `version` if it is the root mean square error of
+    their recorded log-probs against float32 arithmetic."""
+    error: float
+    limit: float
+    rounding: float | None = None
+    """The root mean square error of the version's log-probs that were computed again."""
+
+
+def compared(
+    recorded: NDArray[np.float64], now: NDArray[np.float64], tapes: Sequence[slice]
+) -> list[tuple[Compared, ...]]:
+    """Compare errors (N,) of the recorded log-probs of a version with those computed again, for each of its tapes and
+    for the version. Tapes that are off by themselves don't count for the version."""
+    rounding = _rms(now)
+    own = [Compared("tape", _rms(recorded[at]), allowed(at.stop - at.start, now), rounding) for at in tapes]
+    others = [recorded[at] for at, one in zip(tapes, own, strict=True) if one.error <= one.limit]
+    every = np.concatenate(others or [recorded])
+    version = Compared("version", _rms(every), allowed(len(every), now), rounding)
+    return [(one, version) for one in own]
+
+
+def _rms(errors: NDArray[np.float64]) -> float:
+    return math.sqrt((errors**2).mean())
+
+
+def allowed(n: int, rounding: NDArray[np.float64]) -> float:
+    """Return the tolerance in nats for the root mean square error of `n` recorded log-probs. `rounding` are the errors
+    (N,) of those computed again.
+
+    As in Bernstein's inequality, a term for the variance is followed by one for tails, which counts for few tokens.
+    """
+    rms = _rms(rounding)
+    kurtosis = max(float(((rounding / rms) ** 4).mean()), TAIL) if rms else TAIL
+    x = SURE * math.sqrt((kurtosis - 1) * (1 / n + 1 / len(rounding)))
+    return max(MARGIN * rms * math.sqrt(1 + x + x * x / 2), TOLERANCE)
+
+
 def requery_run(
     run: str | Path,
     model: str | None = None,
     *,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
     threads: int = 1,
     tapes: Sequence[str] = (),
     split: str | None = None,
@@ -163,9 +279,10 @@ def requery_run(
 
     `model` is a checkpoint or model folder that scores every token. With None, each token is scored with the version
     that sampled it, from the run's checkpoints and model folders. `tolerance` is the largest difference in nats that
-    counts as equal. `threads` is the number of torch threads.
+    counts as equal. With None, it is `TOLERANCE` in float32, and measured in bfloat16. `threads` is the number of torch
+    threads.
     """
-    if tolerance < 0 or threads < 1:
+    if (tolerance or 0) < 0 or threads < 1:
         raise UsageError(
             f"tolerance is {tolerance} and threads {threads}; tolerance must be 0 or more, and threads 1 or more"
         )
@@ -193,18 +310,17 @@ def requery_run(
     return Verdicts(verb="requery", run=str(run), verdicts=tuple(found), torn=tuple(torn), seconds=seconds), reason
 
 
-def _begun(run: str | Path) -> list[str]:
-    """Return the model folders that the run began with, including those of its players."""
+def _begun(run: str | Path) -> Begun:
     settings = recorded_settings(run)
     policies = (settings, *(settings.get("players") or {}).values())
-    folders = ((policy.get("engine") or {}).get("model") for policy in policies)
-    return [folder for folder in folders if isinstance(folder, str)]
+    engines: list[Any] = [with_trainer_settings(one.get("engine") or {}, one.get("trainer") or {}) for one in policies]
+    return [(one["model"], one.get("dtype", "float32")) for one in engines if isinstance(one.get("model"), str)]
 
 
-def requery(tapes: Sequence[Tape], policies: Policies, *, tolerance: float = TOLERANCE) -> list[Verdict]:
-    """Return the verdict on each tape. The tapes share forward passes."""
+def requery(tapes: Sequence[Tape], policies: Policies, *, tolerance: float | None = None) -> list[Verdict]:
+    """Return the verdict on each tape. The tapes share forward passes, and a measured tolerance."""
     made = [rows(tape) if any(call.completion is not None for call in tape.calls) else [] for tape in tapes]
-    parts: dict[str, tuple[Policy, list[tuple[int, Row]]]] = {}
+    batches: dict[str, tuple[Policy, list[tuple[int, Row]]]] = {}
     missing: dict[int, list[str | Divergence]] = defaultdict(list)
     fitting = set[int]()
     for t, found in enumerate(made):
@@ -213,9 +329,9 @@ def requery(tapes: Sequence[Tape], policies: Policies, *, tolerance: float = TOL
             if isinstance(policy, str):
                 missing[t].append(policy)
             else:
-                parts.setdefault(policy.digest, (policy, []))[1].append((t, own))
+                batches.setdefault(version, (policy, []))[1].append((t, own))
     seen: list[list[Scored]] = [[] for _ in tapes]
-    for policy, batch in parts.values():
+    for version, (policy, batch) in batches.items():
         kept = list[tuple[int, Row]]()
         for t, row in batch:
             if (obstacle := _obstacle(tapes[t], row, policies.loaded(policy), fitting)) is None:
@@ -224,10 +340,9 @@ def requery(tapes: Sequence[Tape], policies: Policies, *, tolerance: float = TOL
                 missing[t].append(obstacle)
         if not kept:
             continue
-        logprob = policies.logprobs(policy, [row for _, row in kept])
-        ends = np.cumsum([len(row.own) for _, row in kept])
-        for (t, row), now in zip(kept, np.split(logprob, ends[:-1]), strict=True):
-            seen[t].append(Scored(row, now, policy.name))
+        scored = policies.scored(policy, version, [row for _, row in kept], tolerance)
+        for (t, _), one in zip(kept, scored, strict=True):
+            seen[t].append(one)
     return [_verdict(tape, seen[t], missing[t], tolerance) for t, tape in enumerate(tapes)]
 
 
@@ -288,22 +403,32 @@ def _as_recorded(tape: Tape, row: Row) -> Row:
     return replace(row, old=old, temperature=temperature)
 
 
-def _verdict(tape: Tape, seen: Sequence[Scored], missing: Sequence[str | Divergence], tolerance: float) -> Verdict:
+def _verdict(
+    tape: Tape, seen: Sequence[Scored], missing: Sequence[str | Divergence], tolerance: float | None
+) -> Verdict:
     n = sum(len(one.row.own) for one in seen)
     known = sum(int(np.isfinite(np.asarray(call.logprobs or ())).sum()) for call in tape.calls)
     more: dict[str, Any] = {"checked": {"tokens": n}}
+    pairs = [(one, found) for one in seen for found in one.compared]
     if n:
         every = np.concatenate([one.gap for one in seen])
-        more["measured"] = {"largest": float(every.max()), "mean": float(every.mean()), "tolerance": tolerance}
+        more["precision"] = ", ".join(sorted({one.precision for one in seen}))
+        more["measured"] = {"largest": float(every.max()), "mean": float(every.mean()), "tolerance": pairs[0][1].limit}
+    for _, found in pairs:
+        if found.rounding is not None:
+            more["measured"] |= {f"{found.of}_error": found.error, f"{found.of}_tolerance": found.limit}
+            more["measured"]["rounding"] = found.rounding
+    missing = [*missing, *(UNKNOWN for one in seen if one.precision == "bfloat16 assumed" and tolerance is None)]
     notes = list(dict.fromkeys(one for one in missing if isinstance(one, str)))
     if known > n and not missing:
         notes.append("log-probs of tokens that were drawn with top-p, top-k or penalties")
     for bad in missing:
         if isinstance(bad, Divergence):
             return diverged("requery", bad, not_checked=tuple(notes), **more)
-    for one in seen:
-        if not (one.gap <= tolerance).all():  # also true if a gap is NaN
-            return diverged("requery", _divergence(tape, one), not_checked=tuple(notes), **more)
+    for one, found in pairs:
+        if not found.error <= found.limit:  # also true if a log-prob is NaN
+            why = f"the {found.of} is off by {found.error:.3g} nats, and {one.precision} explains {found.limit:.3g}"
+            return diverged("requery", _divergence(tape, one, why), not_checked=tuple(notes), **more)
     if missing:
         return unverifiable("requery", tape.id, notes[0], not_checked=tuple(notes[1:]), **more)
     if not n:
@@ -312,7 +437,7 @@ def _verdict(tape: Tape, seen: Sequence[Scored], missing: Sequence[str | Diverge
     return verified("requery", tape.id, not_checked=tuple(notes), **more)
 
 
-def _divergence(tape: Tape, one: Scored) -> Divergence:
+def _divergence(tape: Tape, one: Scored, why: str) -> Divergence:
     row, worst = one.row, int(np.argmax(np.nan_to_num(one.gap, nan=np.inf)))
     call = tape.call(row.calls[int(row.call[worst])])
     version, at = row.versions[int(row.version[worst])], int(row.offset[worst])
@@ -329,5 +454,5 @@ def _divergence(tape: Tape, one: Scored) -> Divergence:
         observed=now,
         cause=Likely.WEIGHTS,
         sentence=f"call {call.call}, token {at}: the tape has log-prob {old:.4f}, sampled by version {version}; the "
-        f"weights in {one.policy} give {now:.4f}, and differ by {one.gap.mean():.3g} nats in the mean",
+        f"weights in {one.policy} give {now:.4f}, and differ by {one.gap.mean():.3g} nats in the mean; {why}",
     )

@@ -77,7 +77,8 @@ class TrainingInsight:
         found = rows(self._store.tape(tape, refresh=False), renderer=self._renderer)
         ratios: list[tuple[str, int, float | None]] = []
         for row in found:
-            now = self._policies.logprobs(policy, [row])
+            precision = self._policies.precision(row.versions[-1] if row.versions else "")
+            now = self._policies.logprobs(policy, [row], precision)
             for call, offset, ratio in zip(row.call, row.offset, np.exp(now - row.old).tolist(), strict=True):
                 ratios.append((row.calls[call], int(offset), ratio if np.isfinite(ratio) else None))
         return {"ratios": _by_call(ratios), "weights": policy.name}

@@ -118,6 +118,8 @@ class Verdict(Value):
     """Failures of code that affect only a part of this check."""
     measured: dict[str, float] = Field(default={})
     """Measurements made by the check, such as the largest difference between log-probs."""
+    precision: str | None = None
+    """The precision in which log-probs were computed, or None if none were."""
     proposed: dict[str, str | None] = Field(default={})
     """The declaration (`Environment.varies`) for each field that varies between executions."""
 
@@ -180,6 +182,7 @@ class Covered(TypedDict, total=False):
     not_checked: tuple[str, ...]
     failures: tuple[Failure, ...]
     measured: dict[str, float]
+    precision: str | None
     proposed: dict[str, str | None]
 
 

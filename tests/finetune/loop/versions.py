@@ -23,7 +23,7 @@ def assert_versions_true(run: Path, fresh: Path, model: Path, lineage: str, upda
         published = [stored.record for stored in store.run_records("publish")]
         sampled = [tape for tape in store.tapes(closed=True) if any(call.completion for call in tape.calls)]
         tokens = sum(len(call.completion or ()) for tape in sampled for call in tape.calls)
-        verdicts = requery(sampled, Policies(fresh, published, begun=(str(model),)))
+        verdicts = requery(sampled, Policies(fresh, published, begun=((str(model), "float32"),)))
     assert not [verdict for verdict in verdicts if verdict.outcome != "verified"]
     assert sum(verdict.checked["tokens"] for verdict in verdicts) == tokens
     return tokens
