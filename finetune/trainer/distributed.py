@@ -185,7 +185,11 @@ class Processes(ModelWeights):
             model.config.save_pretrained(folder)
             if model.can_generate() and model.generation_config is not None:
                 model.generation_config.save_pretrained(folder)
-            write_tensors(weights, folder / "model.safetensors")
+            # The names that `save_pretrained` writes. With the output layer's name instead of the embeddings', vLLM
+            # loads a tied model without embeddings.
+            sources, like = model.all_tied_weights_keys, weights.like
+            names = [name for name in like if name not in sources or like.get(sources[name]) is not like[name]]
+            write_tensors(weights, folder / "model.safetensors", names)
 
     def read(self, checkpoint: Checkpoint) -> None:
         """Replace the weights with those in the checkpoint, of which each rank reads its part. Raises BadCheckpoint if

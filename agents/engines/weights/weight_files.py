@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,21 +82,18 @@ def described(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return getattr(state, "like", state)
 
 
-def write_tensors(state: Mapping[str, Tensor], path: Path) -> None:
-    """Write `state` to a safetensors file. Tensors are read one at a time, unlike in `safetensors.torch.save_file`.
+def write_tensors(state: Mapping[str, Tensor], path: Path, names: Iterable[str] | None = None) -> None:
+    """Write `state`, or only the tensors with these `names`, to a safetensors file. Tensors are read one at a time,
+    unlike in `safetensors.torch.save_file`.
 
-    A tied weight is stored once, under its first name in sorted order, which is the head's name. This matters for
-    vLLM's CPU build, which updates its packed copy of the head only if the file contains the head's name.
+    A server gets a tied weight under each of its names. vLLM's CPU build has a packed copy of the output layer, which
+    it makes again only if the file has the layer's own name.
     """
     import torch
 
     like = described(state)
-    first: dict[Any, str] = {}
-    for name in sorted(like):
-        tensor = like[name]
-        first.setdefault((tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape), name)
     # Large items come first, so that each tensor is aligned.
-    names = sorted(first.values(), key=lambda name: (-like[name].element_size(), name))
+    names = sorted(like if names is None else names, key=lambda name: (-like[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from tapereel.agents.engines.weights.weight_config import AdapterConfig
+from tapereel.agents.engines.weights.weight_files import write_weights
+from tapereel.agents.setup.engine_config import EmbeddedConfig
+from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.run.player_config import TrainerConfig
+from tapereel.finetune.run.policy import load_policy
 from tapereel.finetune.trainer.checkpoint import BadCheckpoint, damage, read_parts, save_checkpoint, write_parts
 from tapereel.finetune.trainer.distributed import Processes
-from tapereel.finetune.trainer.ranks import ShardedRanks, Whole
+from tapereel.finetune.trainer.options import TrainerOptions
+from tapereel.finetune.trainer.ranks import Ranks, ShardedRanks, Whole
+from tapereel.finetune.trainer.trainer import Trainer
 
 from ..build import tiny_model
+from ..loop.lab import WORDS
+from .seen import saved
 
 TENSORS = {
     "model.embed.weight": torch.arange(12.0).reshape(4, 3),
@@ -108,3 +121,76 @@ def test_ranks_read_nothing_of_a_damaged_checkpoint(tmp_path: Path, shared: bool
     file.write_bytes(whole)
     processes.read(made)
     made.check(processes.digest)
+
+
+def text_model(kind: str, **changes: Any) -> Callable[[Path], str]:
+    """Saves a small language model of this kind."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    special = {name: getattr(WORDS, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+
+    def save(folder: Path) -> str:
+        config = AutoConfig.for_model(kind, vocab_size=len(WORDS), **{**sizes, **special, **changes})
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        WORDS.save_pretrained(folder)
+        return str(folder)
+
+    return save
+
+
+NARROW = {"intermediate_size": 32, "head_dim": 8}
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "num_key_value_heads": None}
+EXPORTED: dict[str, tuple[Callable[[Path], str], AdapterConfig | None]] = {
+    "tied": (text_model("llama", **NARROW, tie_word_embeddings=True), None),
+    "not tied": (text_model("qwen3", **NARROW, tie_word_embeddings=False), None),
+    "embeddings of another name": (text_model("gpt2", **GPT2), None),
+    "the kept name is the second": (text_model("xlm-roberta", intermediate_size=32, is_decoder=True), None),
+    "files with other tensors": (text_model("mixtral", **NARROW, num_local_experts=2, tie_word_embeddings=True), None),
+    "adapters": (text_model("llama", **NARROW, tie_word_embeddings=True), AdapterConfig(rank=2)),
+    "pictures": (lambda folder: saved(folder, "smolvlm"), None),
+    "pictures and files with other names": (lambda folder: saved(folder, "qwen2_vl"), None),
+}
+
+
+def exported(folder: str, adapters: AdapterConfig | None, ranks: Ranks, to: Path) -> Processes:
+    """Writes a checkpoint and a folder for servers, as a run with these ranks does."""
+    policy = load_policy(EmbeddedConfig(model=folder), TrainerConfig(lora=adapters), 0, ranks)
+    options = TrainerOptions(ema=0.5)
+    make = lambda _, model, ranks: Trainer(model, get_recipe("grpo"), options, ranks=ranks)  # noqa: E731
+    processes = Processes(ranks, policy.model, make, policy.empty)
+    processes.trainer("rl")
+    with torch.no_grad():
+        for average in processes.member.averaged.values():
+            average += 1
+    state = {} if processes.shared else processes.member.state_dict()
+    save_checkpoint(to, policy.model, state, {}, update=1, held=processes)
+    if adapters is None:
+        write_weights(processes.weights(copied=True), to / "servers", Path(folder))
+    return processes
+
+
+def same_files(one: Path, other: Path) -> dict[str, torch.Tensor]:
+    """The tensors in a model folder. The other folder has the same tensors under the same names, and the same files."""
+    names = {file.name for file in one.iterdir()}
+    assert {file.name for file in other.iterdir()} == names
+    (weights,) = (name for name in names if name.endswith(".safetensors"))
+    found, expected = load_file(other / weights), load_file(one / weights)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    for name in (name for name in names if name.endswith(".json")):
+        assert json.loads((other / name).read_bytes()) == json.loads((one / name).read_bytes())
+    return found
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("kind", EXPORTED)
+def test_weights_that_are_sharded_are_written_under_the_names_of_save_pretrained(kind: str, tmp_path: Path) -> None:
+    save, adapters = EXPORTED[kind]
+    folder = save(tmp_path / "model")
+    one, sharded = tmp_path / "one", tmp_path / "sharded"
+    for ranks, to in ((Ranks(), one), (ShardedRanks(), sharded)):
+        state = exported(folder, adapters, ranks, to).model.state_dict()
+    for part in ("hf", "hf-averaged"):
+        written = same_files(one / "update-000001" / part, sharded / "update-000001" / part)
+        assert kind != "tied" or written.keys() == state.keys() - {"lm_head.weight"}
+    if adapters is None:
+        assert same_files(one / "servers", sharded / "servers").keys() == state.keys(), "each name of a tied weight"

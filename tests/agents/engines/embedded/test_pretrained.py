@@ -14,6 +14,8 @@ from tapereel.agents.engines.embedded.pretrained import emptied, fill, load_pret
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.agents.engines.weights.weight_files import write_tensors
 
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -23,9 +25,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_empty_model_becomes_the_loaded_one(folder: Path, dtype: str) -> None:
-    """Weights, buffers, ties and settings are the same, and before `fill` no parameter takes memory."""
+@pytest.mark.parametrize(("dtype", "tied"), [("float32", EMBEDDINGS), ("bfloat16", EMBEDDINGS), ("float32", HEAD)])
+def test_an_empty_model_becomes_the_loaded_one(folder: Path, dtype: str, tied: str) -> None:
+    """Weights, buffers, ties and settings are the same, and before `fill` no parameter takes memory. Checkpoints of
+    earlier versions have the tied weight under the output layer's name."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors[tied] = tensors.pop(EMBEDDINGS)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     whole, found = (load_pretrained(folder, dtype=dtype, empty=empty) for empty in (False, True))  # type: ignore[arg-type]
     assert found.weights is not None
     assert all(p.is_meta for p in found.model.parameters())
@@ -80,12 +86,14 @@ class Counted(Mapping[str, Tensor]):
         return len(self.state)
 
 
-def test_written_weights_are_read_once_and_tied_ones_stored_once(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("without", [(), (HEAD,)])
+def test_weights_are_read_once_each_and_written_under_the_wanted_names(
+    folder: Path, tmp_path: Path, without: tuple[str, ...]
+) -> None:
     model = load_pretrained(folder).model
     state = {**model.state_dict(), "steps": torch.arange(3, dtype=torch.int8), "narrow": torch.ones(3).bfloat16()}
-    source = Counted(state)
-    write_tensors(source, tmp_path / "out.safetensors")
+    source, names = Counted(state), state.keys() - {*without}
+    write_tensors(source, tmp_path / "out.safetensors", names if without else None)
     found = load_file(tmp_path / "out.safetensors")
-    assert sorted(source.read) == sorted(found)
-    assert found.keys() == state.keys() - {"model.embed_tokens.weight"}
+    assert sorted(source.read) == sorted(found) == sorted(names)
     assert all(torch.equal(found[name], state[name]) and found[name].dtype == state[name].dtype for name in found)
