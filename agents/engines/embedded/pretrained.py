@@ -160,11 +160,12 @@ def _loaded(
                 f"the model in {folder} can't be loaded: {type(error).__name__}: {_line(error)}"
             ) from error
     model, report = loaded
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            # On some CPUs, bitsandbytes rounds inputs to bfloat16 if no gradient is needed. The sampler would then
-            # differ from the trainer.
-            module.support_avx512bf16_for_cpu = False
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "support_avx512bf16_for_cpu")}
+    for module in layers.values():
+        # On some CPUs, bitsandbytes rounds inputs to bfloat16 if no gradient is needed. The sampler would then differ
+        # from the trainer.
+        module.support_avx512bf16_for_cpu = False
+    _check_4_bits(layers, folder)
     missing = sorted(report["missing_keys"])
     if missing:
         raise UsageError(
@@ -206,6 +207,33 @@ def _in_4_bits(auto: Any, config: Any, folder: Path, dtype: Dtype, device: torch
             llm_int8_skip_modules=[n for n, m in made.named_modules() if isinstance(m, linear) and m not in inside],
         ),
     }
+
+
+def _check_4_bits(layers: Mapping[str, Any], folder: Path) -> None:
+    """Raise UsageError if bitsandbytes doesn't read back weights that it stored in 4 bits, as for some widths on a CPU.
+    One layer of each shape is compared with the product of its codes and scales."""
+    weights = {name: layer.weight for name, layer in layers.items() if layer.weight.device.type == "cpu"}
+    if not weights:
+        return
+    import bitsandbytes
+    import torch
+    from bitsandbytes.functional import dequantize_4bit, dequantize_blockwise
+
+    shapes = {weight.quant_state.shape: name for name, weight in reversed(weights.items())}
+    for name in reversed(shapes.values()):
+        data, state = weights[name].data.view(torch.uint8).flatten(), weights[name].quant_state
+        read = dequantize_4bit(weights[name].data, state).float()
+        codes = torch.stack([data >> 4, data & 15], 1).flatten()[: read.numel()].int()
+        scales = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+        stored = (state.code[codes] * scales.repeat_interleave(state.blocksize)[: read.numel()]).view_as(read)
+        error = float((read - stored).norm() / stored.norm())
+        if not error < 0.01:  # rounding to bfloat16 gives 0.002
+            raise UsageError(
+                f"bitsandbytes {bitsandbytes.__version__} reads back wrong weights of 4 bits for {name} of the model "
+                f"in {folder}, which has {read.shape[1]} inputs: they are off by {error:.0%}. On a CPU, it does so for "
+                "some widths that aren't a multiple of 64. Use a GPU, another model, or no 4 bits (remove "
+                "trainer.lora.quantise)"
+            )
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from bitsandbytes.nn import Linear4bit
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-from tapereel.agents.engines.embedded.pretrained import load_pretrained, load_weights, weights_digest
+from tapereel.agents.engines.embedded.pretrained import Dtype, load_pretrained, load_weights, weights_digest
 from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
 from tapereel.agents.setup.profiles import fitted
 from tapereel.finetune.api.estimate import estimate
@@ -111,3 +112,30 @@ def test_a_vision_tower_and_the_output_layer_keep_their_bits(tmp_path: Path):
     assert low
     assert low < body
     assert found.vision is not None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("layer", "sizes"),
+    [
+        ("self_attn.q_proj", {"hidden_size": 96}),
+        ("mlp.down_proj", {"intermediate_size": 48}),
+        ("mlp.down_proj", {"intermediate_size": 160}),
+        ("mlp.down_proj", {"intermediate_size": 100}),
+        ("mlp.down_proj", {"intermediate_size": 192}),
+    ],
+)
+def test_a_layer_whose_bits_are_read_back_wrong_is_refused(
+    tmp_path: Path, layer: str, sizes: dict[str, int], dtype: Dtype
+) -> None:
+    """As bitsandbytes 0.50 reads widths of 48, 96 and 160 on a CPU. The weights are the judge here, not their bits."""
+    name = f"model.layers.0.{layer}"
+    weight: Any = load_pretrained(saved_model(tmp_path, **sizes), dtype=dtype).model.get_submodule(name).weight.data
+    error = dequantize_4bit(*quantize_4bit(weight, quant_type="nf4", compress_statistics=True)) - weight
+    wrong = error.norm() > 0.15 * weight.norm()
+    made = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
+    made.save_pretrained(tmp_path / "stored")  # with bits and scales
+    WORDS.save_pretrained(tmp_path / "stored")
+    for folder in (tmp_path, tmp_path / "stored"):
+        with pytest.raises(UsageError, match=rf"for {name} .* {weight.shape[1]} inputs") if wrong else nullcontext():
+            load_pretrained(folder, quantise=folder == tmp_path, dtype=dtype)
