@@ -80,6 +80,7 @@ class FaultyServer:
 
     def answer(self, body: dict[str, Any], length: int = LENGTH, finish: str = "length") -> dict[str, Any]:
         """What a healthy server says."""
+        length = min(length, body["sampling_params"].get("max_tokens", length))
         ids = [8 + (sum(body["token_ids"]) + body["sampling_params"]["seed"] + k) % 4 for k in range(length)]
         scale = 1.0 / body["sampling_params"]["temperature"]
         count = body["sampling_params"]["logprobs"]

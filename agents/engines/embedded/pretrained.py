@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ....tapes.common.hub import NotFound, model_folder
+from ....tapes.common.hub import NotFound, local_folder, model_folder
 from ....tapes.errors import MissingExtra, UsageError
 from ....tapes.store.store import check_folder
 
@@ -436,6 +436,18 @@ def end_tokens(folder: str | Path, tokenizer: PreTrainedTokenizerFast) -> tuple[
     return tuple(
         added[id].content for id in (ids if isinstance(ids, list) else [ids]) if id in added and added[id].special
     )
+
+
+def vocabulary_of(folder: str | Path) -> int | None:
+    """Return the number of token ids that the model in `folder` has, which may be more than its tokenizer's. None if
+    the folder has only a tokenizer, or isn't on this machine."""
+    found = local_folder(folder)
+    about = None if found is None else Path(_base_of(found) or found) / "config.json"
+    if about is None or not about.is_file():
+        return None
+    config = json.loads(about.read_bytes())
+    size = ((config.get("text_config") or {}) | config).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def load_pictures(

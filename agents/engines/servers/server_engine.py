@@ -25,6 +25,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from ....tapes.records import Sampling
+from ..embedded.pretrained import vocabulary_of
 from ..engine import (
     Capability,
     Completion,
@@ -40,7 +41,7 @@ from ..engine import (
 from ..transport.absence import Absence
 from ..transport.http_channel import AGAIN, Server, ServerFailed
 from ..transport.sse import ChunkStream, Events, StreamFailed
-from ..transport.wire import BadAnswer, Dialect, Json, Sampled, checked_ids, same_prompt
+from ..transport.wire import BadAnswer, Dialect, Json, Sampled, check_size, checked_ids, same_prompt
 from ..weights.sleeping import Sleeper
 from ..weights.weight_sync import WeightSync
 from .fleet import Fleet, ForeignWeights, Member
@@ -140,6 +141,7 @@ class RemoteEngine:
         self._dialect = dialect
         self._renderer = renderer
         self._config = config
+        self._vocabulary = vocabulary_of(config.model)
         self._homes: OrderedDict[str, Server] = OrderedDict()
         """For each conversation's cache key, the server that holds the conversation's KV in its prefix cache."""
         self._flights: dict[str, Flight] = {}
@@ -198,7 +200,7 @@ class RemoteEngine:
                 return self._completion(request, found)
             except asyncio.CancelledError:
                 self.stats.cancelled += 1
-                partial = await self._abort(flight, asking)
+                partial = await self._abort(flight, asking, request)
                 if partial is not None and request.on_partial is not None:
                     request.on_partial(self._completion(request, partial, cancelled=True))
                 raise
@@ -324,7 +326,7 @@ class RemoteEngine:
                     self.fleet.stop_if_broken(None)
                     tries.answered()
                     same_prompt(request, found)
-                    return self._accepted(found, flight)
+                    return self._accepted(found, flight, request)
                 except ForeignWeights as error:
                     if self.fleet.samples(flight.server):
                         if restored:
@@ -363,8 +365,9 @@ class RemoteEngine:
         flight.stream = ChunkStream() if self._dialect.streams or heard is not None else None
         return await answered(flight.server, self._dialect, body, flight.stream, heard, request.on_start)
 
-    def _accepted(self, found: Sampled, flight: Flight) -> Sampled:
+    def _accepted(self, found: Sampled, flight: Flight, request: Request) -> Sampled:
         """Return the answer with version spans. Raises EngineError if it can't be used."""
+        check_size(request, found, self._vocabulary)
         self.fleet.check_sender(flight.server, flight.sent)
         return self._versioned(found, flight)
 
@@ -397,14 +400,14 @@ class RemoteEngine:
             )
         return replace(found, spans=((flight.version, 0, len(found.ids)),))
 
-    async def _abort(self, flight: Flight, asking: asyncio.Future[Sampled]) -> Sampled | None:
+    async def _abort(self, flight: Flight, asking: asyncio.Future[Sampled], request: Request) -> Sampled | None:
         """Abort a cancelled request at the server and return the tokens sampled so far. Returns None if the server
         doesn't send them within 10 seconds, or if the partial answer fails a check."""
         try:
             if flight.stream is not None and self._dialect.streams:
                 # The chunks received so far are the partial answer. `asking.cancel()` below closes the connection,
                 # which makes the server end the request.
-                return self._accepted(self._dialect.parse(flight.stream.answer(cut=True)), flight)
+                return self._accepted(self._dialect.parse(flight.stream.answer(cut=True)), flight, request)
             # The original request is still shielded. The server answers it with the tokens sampled before the abort.
             route, body = self._dialect.abort(flight.id)
             async with asyncio.timeout(10.0):

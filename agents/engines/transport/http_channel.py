@@ -195,6 +195,9 @@ class Server:
                 status = answer.status
                 if status >= 300:
                     content = _short(await _read(answer.content, where), key)
+                    if (target := answer.headers.get("Location")) is not None:
+                        target = _short(target.encode(), key)
+                        content = f"it redirects to {target!r}, and no redirect is followed: name that address instead"
                     # The server may have been restarted with a new key after this request read the old one.
                     retry = status in AGAIN or (status == 401 and self._key(where) != key)
                     after = retry_after(answer.headers.get("Retry-After"))
@@ -214,7 +217,7 @@ class Server:
                 f"{where}: no server answers ({error}); start one at that address (`tapereel serve model`)",
                 retry=True,
             ) from error
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, UnicodeError) as error:  # UnicodeError: the host isn't the name of a machine
             raise ServerFailed(f"{where}: {type(error).__name__}: {error}", retry=True) from error
         finally:
             # This must run after a cancellation too. Servers with the lowest `in_flight` are chosen, so if the count

@@ -17,6 +17,8 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
+from pydantic import ValidationError
+
 from ....tapes.records import Message, Usage
 from ..engine import EngineError, Finish, Request
 
@@ -55,6 +57,10 @@ def reader(read: Callable[P, ReadT]) -> Callable[P, ReadT]:
             return read(*args, **kwargs)
         except EngineError:
             raise
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            found = f"{error.title} {'.'.join(map(str, first['loc']))}: {first['msg']}, not {first['input']!r:.100}"
+            raise BadAnswer(f"the answer can't be read: {found}") from error
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise BadAnswer(f"the answer can't be read: {type(error).__name__}: {str(error)[:400]}") from error
 
@@ -160,6 +166,22 @@ def sampled(
         prompt=checked_ids(prompt, "prompt in the answer") if isinstance(prompt, list) else None,
         places=tuple((place["offset"], place["length"]) for place in places or ()),
     )
+
+
+def check_size(request: Request, found: Sampled, vocabulary: int | None) -> None:
+    """Raise BadAnswer if the answer has more tokens than `request` allows, or an id that isn't one of the model's
+    `vocabulary` ids. None means that their number is unknown.
+
+    An update on such an id would fail, and on the same tape again whenever the run is resumed."""
+    most = request.sampling.max_tokens
+    if len(found.ids) > most:
+        raise BadAnswer(f"the answer has {len(found.ids)} tokens, and at most {most} were asked for (max_tokens)")
+    if vocabulary is not None and max(found.ids, default=0) >= vocabulary:
+        k = next(k for k, id in enumerate(found.ids) if id >= vocabulary)
+        raise BadAnswer(
+            f"token id {k} of the answer is {found.ids[k]}, and the model's ids end at {vocabulary - 1}: the server "
+            "has another model, or a larger vocabulary; serve the model that engine.model names"
+        )
 
 
 def same_prompt(request: Request, found: Sampled) -> None:

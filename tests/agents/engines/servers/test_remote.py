@@ -161,6 +161,14 @@ def test_a_server_that_never_answers_is_given_up() -> None:
         completed(FaultyServer([stuck]), seconds=0.2)
 
 
+SIX = {"version": "default", "start": 0, "end": 6}
+
+
+def one_more(*ids: int) -> dict[str, Any]:
+    """A chunk of a stream with these ids in place of one."""
+    return {"token_ids": list(ids), "logprobs": {"content": [{"token_id": id, "logprob": -0.5} for id in ids]}}
+
+
 def choice(**changes: Any) -> Any:
     return changed(lambda found: found.update(changes))
 
@@ -191,6 +199,40 @@ def logprob(value: Any) -> Any:
 def test_an_answer_that_would_train_wrongly_is_refused(fault: Any, match: str) -> None:
     with pytest.raises(EngineError, match=match):
         completed(FaultyServer([fault]))
+
+
+def sampled(*ids: int) -> Any:
+    """Answers with these ids, each with a log-prob of its own."""
+    entries = [{"token_id": id, "logprob": -0.5} for id in ids]
+    spans = [{"version": "default", "start": 0, "end": len(ids)}]
+    return choice(token_ids=list(ids), logprobs={"content": entries}, weight_versions=spans)
+
+
+@pytest.mark.parametrize(
+    ("fault", "match"),
+    [
+        (sampled(8, 9, 12), r"id 2 .* 12\b.* 11\b"),
+        (sampled(2**31 - 1), "2147483647"),
+        (sampled(8, 9, 10, 11, 8, 9), "6 tokens.* 5 "),
+        (streams(lambda events: events[1]["choices"][0].update(**one_more(99))), "id 1 .* 99"),
+        (streams(lambda events: events[4]["choices"][0].update(**one_more(8, 9), weight_versions=[SIX])), "6 tok.* 5 "),
+    ],
+)
+def test_an_answer_that_no_model_of_this_size_gives_is_bad_and_asked_for_again(
+    fault: Any, match: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 12}}')
+    request = replace(ask(), listener=Heard()) if "streams" in fault.__qualname__ else ask()
+    with pytest.raises(BadAnswer, match=match) as caught:
+        completed(FaultyServer([fault]), request, model=tmp_path)
+    assert caught.value.retry
+
+    async def test(engine: RemoteEngine) -> Any:
+        return await rollout(Speaker(), Letters(), task="ab", engine=engine, sampling=Sampling(max_tokens=5))
+
+    tape = using(FaultyServer([sampled(12)]), test, model=tmp_path)
+    assert tape.status == Status.FINISHED
+    assert [len(call.attempts) for call in tape.calls] == [2, 1]
 
 
 def heard(server: FaultyServer, heard: Heard, **options: Any) -> Completion:
