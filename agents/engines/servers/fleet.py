@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ....tapes.common.text import logger
-from ....tapes.errors import UsageError
-from ..engine import EngineError, EngineStopped, PublishMode
+from ....tapes.errors import TapereelError
+from ..engine import EngineError, EngineStopped, PublishMode, error_text
 from ..transport.absence import Absence, Tries, stop_reason
 from ..transport.http_channel import Server, ServerFailed
 from ..weights.sleeping import Sleeper
@@ -29,7 +29,7 @@ from ..weights.weight_files import check_weights, write_weights
 from ..weights.weight_sync import PublishFailed, WeightSync, sync_servers, weight_version
 from ..weights.weight_transfer import SHARED_MEMORY
 from .health import RemoteStats, Wellness
-from .server_config import ServerSettings, addresses
+from .server_config import AddressesFile, ServerSettings, read_addresses
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -318,26 +318,24 @@ class Fleet:
         self._watching = asyncio.create_task(self._watch(enrol))
 
     async def _watch(self, enrol: Enrol) -> None:
-        try:
-            while True:
-                await asyncio.sleep(LOOK_AGAIN)
-                if isinstance(self._config.urls, str):
-                    await self._read_again(self._config.urls, enrol)
-                for member in [member for member in self.members if not member.ready]:
-                    await self._enter(member.server.url, self._rejoin(member, enrol))
-        except Exception as error:
-            self.broken = error
-            raise
+        while True:
+            await asyncio.sleep(LOOK_AGAIN)
+            if isinstance(self._config.urls, str):
+                await self._enter(self._config.urls, self._read_again(self._config.urls, enrol))
+            for member in [member for member in self.members if not member.ready]:
+                await self._enter(member.server.url, self._rejoin(member, enrol))
 
-    async def _read_again(self, urls: str, enrol: Enrol) -> None:
-        """Let the servers leave that the file no longer names, and let those join that it names now."""
-        try:
-            named = [Server(url).url for url in addresses(urls)]
-        except UsageError as error:
-            return self._tell(urls, error)
-        self._told.pop(urls, None)
+    async def _read_again(self, urls: AddressesFile, enrol: Enrol) -> None:
+        """Let the servers leave that the file no longer names, and let those join that it names now. If something is
+        wrong with the file, no server leaves, because the wrong line may be meant for it."""
+        lines, problem = read_addresses(urls)
+        named = [Server(url).url for url in lines]
+        if problem is None:
+            self._told.pop(urls, None)
+        else:
+            self._tell(urls, str(problem))
         known = {member.server.url: member for member in self.members}
-        for url in known.keys() - set(named):
+        for url in known.keys() - set(named) if problem is None else ():
             # The last server that samples stays until another one has its weights.
             if not known[url].ready or len(self.ready) > 1:
                 log.warning("%s has left: %s no longer names it", url, urls)
@@ -369,16 +367,17 @@ class Fleet:
                 log.warning("%s has the weights of %s and samples from now on", member.server, self.version)
 
     async def _enter(self, url: str, entering: Awaitable[None]) -> None:
-        """Log why the server at `url` can't take part, if it can't."""
+        """Log why the server at `url` can't take part, if it can't. Its answers may cause any error, and no server that
+        isn't needed may end the run."""
         try:
             await entering
-        except (EngineError, PublishFailed) as error:
-            self._tell(url, error)
+        except Exception as error:
+            self._tell(url, str(error) if isinstance(error, TapereelError) else error_text(error))
 
-    def _tell(self, subject: str, error: Exception) -> None:
-        if self._told.get(subject) != str(error):
-            self._told[subject] = str(error)
-            log.warning("%s can't take part yet: %s", subject, error)
+    def _tell(self, subject: str, why: str) -> None:
+        if self._told.get(subject) != why:
+            self._told[subject] = why
+            log.warning("%s can't take part yet: %s", subject, why)
 
     async def close(self) -> None:
         """Stop watching, close the connections and delete the temporary weights folder. Requests in flight fail."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
@@ -17,18 +20,27 @@ read files in shared memory. `lora`: only adapters are sent, and each version ha
 GPU broadcasts to vLLM's GPUs."""
 
 
-def _without_password(url: str) -> str:
+def _check_address(url: str) -> str:
     refuse_secret(url, "the address")
+    try:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError("it must begin with http:// or https://")
+        if re.search(r"[\s\x00-\x1f\x7f\\?#]", url):
+            raise ValueError("it has white space, a backslash, a query or a fragment")
+        at = urlsplit(url)
+        host = at.hostname or ""
+        if ":" in host:
+            ip_address(host)
+        elif not re.fullmatch(r"[\w.-]{1,180}", host.encode("idna").decode(), re.ASCII):  # names a file (`token_path`)
+            raise ValueError(f"{host!r} can't be the name of a machine")
+        if at.port == 0 or at.netloc.endswith(":"):
+            raise ValueError("its port must be from 1 to 65535")
+    except ValueError as error:
+        raise ValueError(f"{url[:200]!r} isn't a server's address ({error}): write http://node-1:8000") from error
     return url
 
 
-def _check_address(url: str) -> None:
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{url!r} isn't an address: it must begin with http:// or https://")
-    refuse_secret(url, "the address")
-
-
-Address = Annotated[str, AfterValidator(_without_password), FreeAtResume]
+Address = Annotated[str, AfterValidator(_check_address), FreeAtResume]
 """A server's address. It must not contain a user, password or key."""
 FILE = "file:"
 """Prefix of `urls` if the addresses are in a file."""
@@ -55,20 +67,31 @@ def addresses(urls: Addresses) -> tuple[str, ...]:
     that isn't an address."""
     if not isinstance(urls, str):
         return urls
-    path = Path(urls.removeprefix(FILE))
+    found, problem = read_addresses(urls)
+    if problem is not None:
+        raise problem
+    return tuple(found)
+
+
+def read_addresses(urls: AddressesFile) -> tuple[list[str], UsageError | None]:
+    """Return the addresses in a file, without the lines that aren't one, and an error that names what is wrong with the
+    file. The error is None if nothing is."""
+    path, found, odd = Path(urls.removeprefix(FILE)), list[str](), list[str]()
     try:
+        if path.exists() and not path.is_file():  # reading a pipe or a device might never end
+            raise OSError(f"{path} isn't a file")
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"engine.urls={urls}: the file of addresses can't be read: {error}") from error
-    found = {number: line for number, line in enumerate(lines, 1) if line and not line.startswith("#")}
-    for number, line in found.items():
-        try:
-            _check_address(line)
-        except ValueError as error:
-            raise UsageError(f"engine.urls={urls}: line {number}: {error}") from error
-    if not found:
-        raise UsageError(f"engine.urls={urls}: {path} names no server: write one address a line, as http://node-1:8000")
-    return tuple(found.values())
+    except (OSError, ValueError) as error:
+        return [], UsageError(f"engine.urls={urls}: the file of addresses can't be read: {error}")
+    for number, line in enumerate(lines, 1):
+        if line and not line.startswith("#"):
+            try:
+                found.append(_check_address(line))
+            except ValueError as error:
+                odd.append(f"line {number}: {error}")
+    if not found and not odd:
+        odd = [f"{path} names no server: write one address a line, as http://node-1:8000"]
+    return found, UsageError(f"engine.urls={urls}: {'; '.join(odd[:5])}") if odd else None
 
 
 class RequestConfig(Config):

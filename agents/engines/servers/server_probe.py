@@ -8,6 +8,7 @@ times larger at 0.1. If they are computed before, the gap is the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -19,7 +20,7 @@ from ....tapes.records import Sampling
 from ...rendering.answer_grammar import Alternative
 from ..engine import EngineError, Request
 from ..transport.http_channel import Server, ServerFailed
-from ..transport.wire import BadAnswer, Dialect, field, same_prompt
+from ..transport.wire import BadAnswer, Dialect, field, reader, same_prompt
 from ..weights.weight_sync import weight_version
 from .fleet import log
 from .server_engine import Capabilities, answered
@@ -44,13 +45,12 @@ async def probe(server: Server, renderer: Renderer, name: str | None = None) -> 
     whose route the server accepts is used. `name` is the model's name if the server is SGLang. Raises EngineError."""
     kind = await kind_of(server)
     dialects: list[Dialect] = [Generate(renderer), Completions(), Chat(renderer.template_kwargs)]
-    models = await server.get("/v1/models", seconds=30.0)
-    model, seeds = cast(str, field(models, "data", 0, "id")), True
+    model, context = _served(await server.get("/v1/models", seconds=30.0))
+    seeds = True
     if kind.startswith("SGLang"):
         dialects = [SGLangGenerate()]
         # SGLang renames its model after the folder of each weight sync, and no request of its dialect names a model.
         model, seeds = name or model, await draws_by_seed(server)
-    context = cast(dict[str, Any], field(models, "data", 0)).get("max_model_len")
     request, refused = _question(renderer, 1.0), []
     for dialect in dialects:
         body = dialect.body(request, model=model, request_id="tapereel-probe", stops=())
@@ -172,8 +172,23 @@ async def _gap(server: Server, dialect: Dialect, request: Request, model: str) -
     values = dialect.listed(answer)
     if len(values) < 2:
         raise BadAnswer(f"asked for two log-probs, {server} gave {values!r}")
+    return _difference(values)
+
+
+@reader
+def _difference(values: Sequence[float]) -> float:
     first, second = sorted(values, reverse=True)[:2]
     return first - second
+
+
+@reader
+def _served(models: object) -> tuple[str, int | None]:
+    """Return the name of the served model and the size of its context, which may be unknown."""
+    about = cast(dict[str, Any], field(models, "data", 0))
+    name, context = field(about, "id"), about.get("max_model_len")
+    if not isinstance(name, str) or not isinstance(context, int | None):
+        raise BadAnswer(f"/v1/models has the model {name!r:.100} with max_model_len {context!r:.100}")
+    return name, context
 
 
 async def _takes_weights(server: Server) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -13,14 +14,17 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
+from pydantic import ValidationError
 
 from tapereel.agents.engines.engine import EngineError, EngineStopped, Request
 from tapereel.agents.engines.servers import fleet
 from tapereel.agents.engines.servers.connect import connect
+from tapereel.agents.engines.servers.server_config import addresses
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.weights.weight_config import AdapterConfig
 from tapereel.agents.engines.weights.weight_sync import PublishFailed
 from tapereel.cli import main
+from tapereel.tapes.errors import UsageError
 
 from ....cli.lab import SCENE, settings
 from ....finetune.loop.lab import RENDERER
@@ -258,6 +262,90 @@ def test_servers_join_and_leave_by_a_file(way: str, tmp_path: Path, caplog: pyte
         assert caplog.text.count("names no server") == 1, "the same thing is told once"
 
     using([first, second], test, way=way, weights_folder=tmp_path / "weights", path=path, named=1)
+
+
+class Odd(FaultyServer):
+    """Answers a route with this value, or lists it as the log-probs of its first token."""
+
+    def __init__(self, route: str, value: object) -> None:
+        super().__init__()
+        self.route, self.value = route, value
+
+    async def about(self, request: web.Request) -> web.StreamResponse:
+        return await super().about(request) if request.path != self.route else web.json_response(self.value)
+
+    def answer(self, body: dict[str, Any], *rest: Any) -> dict[str, Any]:
+        answer = super().answer(body, *rest)
+        for entry in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"] if self.route == "listed" else ():
+            entry["logprob"] = self.value
+        return answer
+
+
+ODD_LINES = [
+    *(
+        "http://",
+        "https://",
+        "http:///v1",
+        "http://:8000",
+        "http://a b",
+        "http://a\tb:1",
+        "http://a:0",
+        "http://a:99999",
+    ),
+    *("http://a:abc", "http://a:-1", "http://a:", "http://a:1,http://b:2", "http://a,b:1", "http://a:1 http://b:2"),
+    *("http://node-1..cluster:8000", f"http://{'a' * 64}:1", f"http://{'a.' * 100}b:1", "http://.a", "http://[::1"),
+    *("http://[::g]:1", "http://::1:8000", "http://a?b=1", "http://a#b", "http://a\\b", "http://<a>", "http://%41"),
+    *("http://é..de", "http://a\x00b", "HTTP://a", "ftp://a", "a:8000", "//a:8000", "file:servers.txt", "http://a;b"),
+]
+
+
+def test_whatever_joins_is_left_out_by_name_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    models = [{"data": [{"id": ["m"]}]}, {"data": [{"id": "m", "max_model_len": "64"}]}, []]
+    odd = [Odd("listed", "-1"), Odd("listed", None), Odd("listed", {}), *(Odd("/v1/models", value) for value in models)]
+    odd += [Odd("/version", {"version": {"a": 1}}), Odd("/version", None), Odd("/weight_info", [1])]
+    path = tmp_path / "servers.txt"
+
+    async def test(engine: RemoteEngine, urls: list[str]) -> None:
+        await engine.sync_weights(WEIGHTS, "run:1")
+        path.write_text("\n".join([*ODD_LINES[-10:], *urls]))
+        await until(lambda: list(engine.samplers) == [urls[0], urls[-1]])
+        assert [url for url in urls[1:-1] if url not in caplog.text] == []
+        assert "line 5: 'HTTP://a'" in caplog.text
+        path.write_text("\n".join([ODD_LINES[0], urls[-1]]))
+        await until(lambda: "line 1: 'http://'" in caplog.text)
+        await engine.sync_weights(WEIGHTS, "run:2")
+        assert list(engine.samplers) == [urls[0], urls[-1]], "nobody leaves while the file is wrong"
+        for sampler in engine.samplers.values():
+            assert len((await sampler(ask())).ids or ()) == 5
+
+    using([FaultyServer(), *odd, FaultyServer()], test, weights_folder=tmp_path / "weights", path=path, named=1)
+
+
+def test_an_odd_address_is_refused_by_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "servers.txt"
+    for line in ODD_LINES:
+        with pytest.raises(ValidationError) as refused:
+            servers("http://a", line)
+        (error,) = refused.value.errors()
+        assert error["loc"] == ("urls", "list", 1), line
+        if not {"\x00", "\t"} & set(line):
+            path.write_text(f"http://a\n{line}")
+            with pytest.raises(UsageError, match=re.escape(f"{path}: line 2: {line!r:.100}"[:-1])):
+                addresses(f"file:{path}")
+    fine = (
+        "http://a",
+        "http://a:1/",
+        "https://a.b-c_d.e.:65535/v1",
+        "http://[::1]:8000",
+        "http://1.2.3.4",
+        "http://é.de",
+    )
+    assert servers(*fine).urls == fine
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="isn't a file"):
+        addresses(f"file:{tmp_path / 'pipe'}")
 
 
 def test_a_run_that_trains_nothing_takes_servers_with_the_same_weights_only(
