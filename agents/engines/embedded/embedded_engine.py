@@ -18,6 +18,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -32,6 +33,7 @@ from ..engine import (
     Completion,
     EngineError,
     Finish,
+    GrammarRefused,
     Listener,
     PromptTooLong,
     PublishMode,
@@ -143,6 +145,7 @@ class EmbeddedEngine:
         self._batch = Batch(self._decoder, slots * capacity if park_tokens is None else park_tokens, self.stats)
         self._prefill_tokens = prefill_tokens
         self._guides: Guides | None = None
+        self._compiler = ThreadPoolExecutor(1, "tapereel grammars")
         self._waiting: deque[Generation] = deque()
         self._flights: dict[Generation, _Flight] = {}
         self._heard: set[_Flight] = set()
@@ -183,7 +186,9 @@ class EmbeddedEngine:
             if generation.places:
                 await self._process(generation, request)
             if request.grammar:
-                generation.guide = await asyncio.to_thread(self._guide, request.grammar, generation.limit)
+                # One at a time, so that large schemas don't occupy the threads that others need.
+                work = partial(self._guide, request.grammar, generation.limit)
+                generation.guide = await asyncio.get_running_loop().run_in_executor(self._compiler, work)
             self._check_loop()  # the engine may have been closed meanwhile
             self._flights[generation] = flight
             if request.listener is not None:
@@ -396,13 +401,19 @@ class EmbeddedEngine:
         if not flight.landed.done():
             flight.landed.set_result(finish)
 
-    def _fail(self, generation: Generation, reason: str, cause: BaseException | None = None) -> None:
+    def _fail(
+        self,
+        generation: Generation,
+        reason: str,
+        cause: BaseException | None = None,
+        kind: type[EngineError] = EngineError,
+    ) -> None:
         """End a request like `_land`, but with an error. Each request gets a new error object, because callers must not
         share one traceback."""
         flight = self._flights.pop(generation)
         flight.close_span(self.version)
         if not flight.landed.done():
-            error = EngineError(reason)
+            error = kind(reason)
             error.__cause__ = cause
             flight.landed.set_exception(error)
 
@@ -509,7 +520,8 @@ class EmbeddedEngine:
             return
         for generation in finished:
             if generation.guide is not None and generation.guide.error:
-                self._fail(generation, f"the answer's grammar can't be followed: {generation.guide.error}")
+                reason = f"the JSON schema is too complex to be followed ({generation.guide.error}); simplify it"
+                self._fail(generation, reason, kind=GrammarRefused)
             elif generation.finish == "broken":
                 self._fail(
                     generation,

@@ -11,6 +11,8 @@ Deviation from llguidance, which by itself has no such limit: the closing tokens
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -23,10 +25,26 @@ from ...rendering.renderer import Renderer
 from ..engine import GrammarRefused
 
 try:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 except ModuleNotFoundError as error:
     raise MissingExtra("llguidance", "train", "the embedded engine, to enforce the form of an answer,") from error
 
+LARGEST = 1 << 16
+"""Maximum characters of a grammar. A JSON schema is most of it."""
+COMPILED = 16
+"""Number of compiled grammars that are kept. Each may grow to about 100 MB, which the limits here imply."""
+STATES = 50_000
+"""Maximum number of states that the lexer of a grammar makes. Each takes up to one kilobyte."""
+_TRIAL = """
+import resource, sys
+from llguidance import LLMatcher, LLTokenizer
+for limit, most in ((resource.RLIMIT_CPU, 2), (resource.RLIMIT_DATA, 96 << 20)):
+    hard = resource.getrlimit(limit)[1]
+    resource.setrlimit(limit, (most if hard < 0 else min(most, hard), hard))
+LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(sys.stdin.read()), log_level=0).compute_bitmask()
+"""
+"""Compiles a grammar within two seconds of CPU time and 96 MB. The library has no such limits of its own: a small
+schema, such as a `multipleOf` of seven digits, can take minutes and gigabytes."""
 CLOSERS = '"}]0tfn,:{['
 """Characters that close a JSON value or begin a short one. The first one that the grammar allows is taken. Within a
 string, only the quote closes it, so the quote comes first."""
@@ -42,22 +60,31 @@ class Guides:
             backend["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
         self._tokenizer = LLTokenizer(json.dumps(backend), n_vocab=vocabulary, eos_token=sorted(end_ids))
         self._closers = [ids[0] for one in CLOSERS if len(ids := self._tokenizer.greedy_tokenize(one)) == 1]
-        self._compiled = lru_cache(maxsize=64)(self._compile)
+        self._compiled = lru_cache(COMPILED)(self._compile)
 
     def guide(self, grammar: Grammar, limit: int) -> Guide:
-        """Return the guide for one completion of at most `limit` tokens. Compiling a large grammar blocks for up to a
-        second, so call this in a thread. Raises GrammarRefused."""
+        """Return the guide for one completion of at most `limit` tokens. Compiling a grammar blocks for up to some
+        seconds, so call this in a thread. Raises GrammarRefused."""
         lines = [f"start: {' | '.join(f'a{k}' for k in range(len(grammar)))}"]
         for k, one in enumerate(grammar):
             schema = json.dumps(one.json_schema)
             lines.append(f"a{k}: {self._literal(one.begin)} %json {schema} {self._literal(one.end)}")
-        return Guide(self._compiled("\n".join(lines)).deep_copy(), self._tokenizer, self._closers, limit)
+        text = "\n".join(lines)
+        if len(text) > LARGEST:
+            raise _refused(f"it has {len(text):,} characters, and at most {LARGEST:,} are read")
+        return Guide(self._compiled(text).deep_copy(), self._tokenizer, self._closers, limit)
 
     def _compile(self, text: str) -> LLMatcher:
-        matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(text), log_level=0)
-        if matcher.is_error():
-            problem = matcher.get_error().partition("\n")[0].partition("JSON schema: ")
-            raise GrammarRefused(f"the JSON schema can't be enforced: {problem[2] or problem[0]}; change the schema")
+        tried = subprocess.run([sys.executable, "-P", "-c", _TRIAL], input=text, text=True, capture_output=True)
+        if tried.returncode < 0:  # killed at a limit
+            raise _refused("it takes more than 2 seconds or 96 MB to read")
+        limits = LLParserLimits(max_lexer_states=STATES, verbose_errors=False)
+        matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(text), log_level=0, limits=limits)
+        first = matcher.deep_copy()
+        _allowed(first, self._tokenizer.vocab_size)  # some grammars fail only here
+        if first.is_error():
+            problem = first.get_error().partition("\n")[0].partition("JSON schema: ")
+            raise _refused(problem[2] or problem[0])
         return matcher
 
     def _literal(self, text: str) -> str:
@@ -71,6 +98,10 @@ class Guides:
             else:
                 plain.append(id)
         return " ".join(found)
+
+
+def _refused(why: str) -> GrammarRefused:
+    return GrammarRefused(f"the JSON schema can't be enforced: {why}; change the schema")
 
 
 class Guide:
