@@ -236,7 +236,7 @@ class Gateway(HttpService):
         session, dialect = self._session(request), _dialect(request)
         asked = dialect.read(request[BODY])
         # Check this before the call is recorded. A tape is never rewritten, so a recorded key would stay on it.
-        self.without_keys(asked.messages, asked.tools, asked.stop, asked.model)
+        self.without_keys(asked.messages, asked.tools, asked.stop, asked.model, asked.constraint)
         use = _use(request)
         await self._steady(session)
         if asked.stream:

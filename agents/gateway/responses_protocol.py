@@ -77,7 +77,7 @@ _Include = Literal[
     "code_interpreter_call.outputs",
 ]
 """Only log-probs are included. The others belong to OpenAI's own tools and to encrypted thoughts."""
-_ITEM_ID = re.compile(r"(msg|fc|ctc|rs|call)_([0-9a-f]{24})(\d*)")
+_ITEM_ID = re.compile(r"(msg|fc|ctc|rs|call)_([0-9a-f]{24})(\d{0,9})", re.ASCII)
 
 
 class _Text(BaseModel):

@@ -223,6 +223,9 @@ def bodies(secret: str) -> dict[str, bytes]:
     def offering(parameters: Any) -> bytes:
         return asking("x", tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])
 
+    def form(schema: Any) -> dict[str, Any]:
+        return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+
     half = len(secret) // 2
     parts = [{"type": "text", "text": text} for text in (secret[:half], secret[half:])]
     return {
@@ -234,6 +237,8 @@ def bodies(secret: str) -> dict[str, bytes]:
         "a tool's name": calling(name=secret),
         "a schema": offering({"properties": {"a": {"default": secret}}}),
         "a name in a schema": offering({"properties": {secret: {}}}),
+        "an answer's schema": asking("x", response_format=form({"enum": [secret]})),
+        "a name in an answer's schema": asking("x", response_format=form({"properties": {secret: {}}})),
         "stop": asking("x", stop=[secret]),
         "a field that isn't taken": asking("x", n=secret),
     }

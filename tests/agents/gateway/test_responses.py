@@ -333,11 +333,16 @@ def test_a_conversation_continues_by_its_id(tmp_path: Path):
             call = {"type": "item_reference", "id": one["output"][0]["id"]}
             items = [{"role": "user", "content": "go"}, call, result, reference, {"role": "user", "content": "on"}]
             await post(client, input=items, **more)
+            another, other = await there.begin(task="u")
             refused = [
                 await post(client, input="x", previous_response_id="resp_nothing"),
+                await post(other, input="x", previous_response_id=one["id"]),  # an answer of another tape
                 await post(client, input=[{"type": "item_reference", "id": "msg_nothing"}]),
+                await post(other, input=[call]),
+                await post(client, input=[{"type": "item_reference", "id": call["id"] + "1" * 4301}]),
             ]
-            await there.end(tape)
+            for open_ in (tape, another):
+                await there.end(open_)
             return there.tape(tape), refused
 
     tape, refused = asyncio.run(scene())
@@ -348,7 +353,7 @@ def test_a_conversation_continues_by_its_id(tmp_path: Path):
     assert [message["role"] for message in tape.call_messages(fourth)] == [
         *("system", "user", "assistant", "tool", "assistant", "user")
     ]
-    for (status, body), param in zip(refused, ("previous_response_id", "input"), strict=True):
+    for (status, body), param in zip(refused, ["previous_response_id"] * 2 + ["input"] * 3, strict=True):
         assert (status, body["error"]["param"]) == (400, param)
         assert body["error"]["code"] == "previous_response_not_found"
 
