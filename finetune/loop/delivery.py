@@ -37,7 +37,8 @@ from ...tapes.records import Sampling
 from ..data.rows import Row
 from ..trainer.checkpoint import ModelWeights
 from ..trainer.distributed import with_files
-from ..trainer.logprobs import casting, parts, plan, states
+from ..trainer.logprobs import casting, parts, plan, states, vocabulary_of
+from .plan import fits
 
 PLACES = 8
 """Maximum number of tokens that each sampler draws in a check, one after each prefix."""
@@ -117,7 +118,7 @@ class Delivery:
     def choose(self, tapes: Sequence[str], source: Callable[[str], Sequence[Row]]) -> None:
         """Choose the row for all checks: the longest one in these tapes, or the longest one with a picture. If a row
         was chosen before, it is kept."""
-        rows = [(row, tape) for tape in tapes for row in source(tape)] if self._row is None else []
+        rows = [(row, tape) for tape in tapes for row in self._readable(source(tape))] if self._row is None else []
         if rows:
             row, self._tape = max(rows, key=lambda found: (bool(found[0].places), len(found[0])))
             length = min(max(sum(len(row) for row, _ in rows) // SHARE, LEAST), MOST)
@@ -128,9 +129,13 @@ class Delivery:
         """Continue after an earlier process, with the bound, row and places of the check `found` in its records. If the
         tape no longer has the row, `choose` chooses another one."""
         self._clean, tape, places = float(str(found["clean"])), str(found["tape"]), cast("list[int]", found["places"])
-        row = max(source(tape), key=lambda row: (bool(row.places), len(row)), default=None)
+        row = max(self._readable(source(tape)), key=lambda row: (bool(row.places), len(row)), default=None)
         if row is not None and len(row) >= max(places):
             self._tape, self._places, self._row = tape, places, _beginning(row, max(places))
+
+    def _readable(self, rows: Sequence[Row]) -> list[Row]:
+        vocabulary = vocabulary_of(self.model)
+        return [row for row in rows if fits(row, vocabulary)]
 
     async def check(self, engine: TrainableEngine, version: str, tolerance: float | None) -> None:
         """Check that every sampler has the current weights of the model, whose version is `version`. If not, raise

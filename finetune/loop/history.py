@@ -42,6 +42,7 @@ from ..trainer.checkpoint import (
     remove_partial,
     save_checkpoint,
 )
+from ..trainer.logprobs import vocabulary_of
 from ..trainer.reference import ServedTeacher
 from ..trainer.updates import PolicyTrainer, TrainerState, UpdateStats, together
 from .delivery import Delivery
@@ -156,7 +157,10 @@ class History:
             pins[tape] = episode.pin
             return found, episode
 
-        batch = plan.batch(self.lineage, noting)
+        batch = plan.batch(self.lineage, noting, vocabulary := vocabulary_of(self.model))
+        for tape in batch.beyond:
+            log.warning("tape %s is set aside: it has a token id that isn't one of the model's %d", tape, vocabulary)
+        plan = plan.model_copy(update={"beyond": tuple(batch.beyond)})
         trainer = self.enter(plan.phase)
         trainer.version = self.version
         given = self.taught_rows(plan, batch)

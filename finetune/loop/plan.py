@@ -7,6 +7,7 @@ trained on.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,8 @@ class Batch:
     their answer."""
     filtered: list[Range] = field(default_factory=list)
     """Tokens of groups that were set aside before the update, because all their rewards are equal."""
+    beyond: list[str] = field(default_factory=list)
+    """Tapes that were set aside, because they have a token id that the model doesn't have."""
     shown: list[Row] = field(default_factory=list)
     """Demonstrations: rows to imitate in addition, for a recipe with an `nll` regulariser."""
 
@@ -94,6 +97,9 @@ class Plan(Value):
     """The seed for dividing the tapes into mini-batches."""
     shown: tuple[str, ...] = ()
     """Demonstrations: tapes that the update imitates in addition."""
+    beyond: tuple[str, ...] = ()
+    """Tapes that the update set aside, because they have a token id that the model doesn't have. Their tokens count as
+    `filtered`."""
 
     @property
     def every(self) -> tuple[str, ...]:
@@ -132,10 +138,18 @@ class Plan(Value):
                 f"{first['msg']}; the ledger was changed, restore it from a copy of the run"
             ) from error
 
-    def batch(self, lineage: str, source: Source) -> Batch:
+    def batch(self, lineage: str, source: Source, vocabulary: float = math.inf) -> Batch:
         """Return the batch. `lineage` is the name of the policy whose versions `oldest` counts. If `oldest` is set,
-        tokens that other policies sampled count as stale."""
+        tokens that other policies sampled count as stale. `vocabulary` is the number of the model's token ids."""
         batch = Batch([], [])
+
+        def within(tape: str, rows: list[Row]) -> list[Row]:
+            if tape not in self.beyond and all(fits(row, vocabulary) for row in rows):
+                return rows
+            batch.beyond.append(tape)
+            batch.filtered.extend(own_ranges(rows))
+            return []
+
         if self.by_agent:
             found = [source(tape) for tape in self.tapes]
             check_addresses((episode for _, episode in found), (row for rows, _ in found for row in rows))
@@ -148,6 +162,7 @@ class Plan(Value):
             if self.oldest is not None:
                 found, stale = drop_stale(found, lineage, self.oldest)
                 batch.stale.extend(stale)
+            found = within(tape, found)
             if self.rewards is not None:
                 episode = replace(episode, reward=self.rewards[k], turn_rewards=None)
             found, episodes = apart(found, episode) if self.by_agent else (found, [episode])
@@ -159,8 +174,14 @@ class Plan(Value):
                 batch.filtered.extend(own_ranges(found))
         for tape in self.shown:
             found, _ = source(tape)
-            batch.shown.extend(found if self.agents is None else drop_others(found, (*self.agents, TEXTS))[0])
+            found = found if self.agents is None else drop_others(found, (*self.agents, TEXTS))[0]
+            batch.shown.extend(within(tape, found))
         return batch
+
+
+def fits(row: Row, vocabulary: float) -> bool:
+    """Return whether a model with this number of token ids can read the row."""
+    return bool(row.input_ids.min() >= 0 and row.input_ids.max() < vocabulary)
 
 
 class UpdateInfo(Plan):

@@ -53,7 +53,7 @@ class Player:
         """Return the player's plan for an update. `plan` is the loop's plan for the same update. Flat groups (`aside`)
         are left out, because only the loop accounts for them."""
         oldest = stale_before(self.history.updates, max_lag)
-        return plan.model_copy(update={"agents": self.agents, "oldest": oldest, "aside": ()})
+        return plan.model_copy(update={"agents": self.agents, "oldest": oldest, "aside": (), "beyond": ()})
 
     def update(
         self, plan: Plan, source: Source, mode: str

@@ -191,6 +191,11 @@ def parts(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
     return base.get_decoder(), output
 
 
+def vocabulary_of(model: nn.Module) -> int:
+    """Return the number of token ids that the model has."""
+    return parts(model)[1].out_features
+
+
 def shares_prefixes(model: nn.Module) -> bool:
     """Return True if several rows can use the keys and values of one prefix. This requires a model with full attention,
     and no gradient checkpointing, which would compute the cache twice."""

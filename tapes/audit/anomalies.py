@@ -10,6 +10,7 @@
 | cut episodes | the share of episodes that were truncated or ended at a limit is above `OFTEN` |
 | impossible log-probs | a log-prob is above 0 by more than rounding can explain |
 | unknown log-probs | a sampled token has no log-prob |
+| unknown token ids | a tape was set aside, because it has an id that the model doesn't have |
 | log-prob mismatch | trainer and sampler differ on a token by more than `MISMATCH`, and no update explains it |
 | reward without evidence | a score has no evidence, although other scores of its component have some |
 | reward without action | a tape without actions earned a reward other than 0 |
@@ -29,6 +30,7 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from ..arrays import decode
 from ..common.stats import DOWN
@@ -135,6 +137,7 @@ _NOTED: dict[str, tuple[str | None, str]] = {
     "cut episodes": ("ended", "episodes that ended as truncated or at a limit"),
     "unknown log-probs": ("tokens", "sampled tokens without a log-prob"),
     "impossible log-probs": ("tokens", "log-probs above 0, up to {most:.3g}"),
+    "unknown token ids": (None, "tapes set aside, with a token id beyond the model's vocabulary: another model's"),
     "log-prob mismatch": (
         "updates",
         "updates in which trainer and sampler differ on a token, by up to {most:.3g} nats: "
@@ -222,6 +225,9 @@ class Anomalies:
 
     def update(self, use: Use, only: Container[str] | None) -> None:
         """Count an update if it trained on a tape in `only`. None means any tape."""
+        aside = [str(tape) for tape in cast("list[str]", use.info.get("beyond") or []) if only is None or tape in only]
+        if aside and not use.epoch:
+            self._note("unknown token ids", use.lineage, aside, n=len(aside))
         tapes = [tape for tape in dict.fromkeys(item[0] for item in use.items) if only is None or tape in only]
         moved = use.info.get("moved", use.info.get("mismatch"))
         if not isinstance(moved, int | float) or not tapes:

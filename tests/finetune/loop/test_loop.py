@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import random
+import shutil
 import sys
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,14 @@ import torch
 from tapereel.agents import Limits
 from tapereel.envs import Outcome
 from tapereel.finetune.data.rows import Row
+from tapereel.finetune.loop import delivery, plan
 from tapereel.finetune.loop.history import History
 from tapereel.finetune.loop.loop import Loop, SamplerMismatch
 from tapereel.finetune.loop.loop_config import OptimiserConfig
 from tapereel.finetune.loop.rollouts import NothingUsable
 from tapereel.finetune.trainer.checkpoint import copied_weights
 from tapereel.tapes import Answer, Sampling, Status, Tape
+from tapereel.tapes.audit.auditor import audit_run
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.writer import SegmentWriter
 
@@ -350,3 +355,41 @@ def test_an_updates_records_are_durable_before_its_weights_are_published(
         monkeypatch.setattr(loop.engine, "sync_weights", checked)
         asyncio.run(loop.run())
     assert published == ["run:1", "run:2", "run:3"]
+
+
+def test_a_tape_with_an_id_that_the_model_lacks_is_set_aside_and_its_run_can_be_resumed(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine gives such an id. The process dies of it, as before ids were compared; the next one goes on."""
+    config, options = settings_of(updates=2, max_lag=0), {"env": Shifted, "tasks": tasks(1)}
+    with Store.create(path, durability="os") as store, monkeypatch.context() as patch:
+        history = history_in(store, path, config)
+        loop, asked = loop_in(history, config, **options), itertools.count()
+        sample = loop.engine.complete
+
+        async def lies(request: Any) -> Any:
+            found = await sample(request)
+            return dataclasses.replace(found, ids=array("i", [10**6]) + found.ids[1:]) if next(asked) == 3 else found
+
+        patch.setattr(loop.engine, "complete", lies)
+        for module in (delivery, plan):
+            patch.setattr(module, "fits", lambda row, vocabulary: True)
+        with pytest.raises(IndexError):
+            asyncio.run(loop.run())
+    with Store.open(path, write=True) as store:
+        history = history_in(store, path, config)
+        history.restore()
+        loop = loop_in(history, config, **options)
+        asyncio.run(loop.run())
+        (bad,) = [tape.id for tape in store.tapes() if any(10**6 in (call.completion or ()) for call in tape.calls)]
+        assert [use.info.get("beyond") for use in store.ledger("run").uses] == [[bad], None]
+        assert [tape for use in store.ledger("run").uses for tape, *_ in use.items].count(bad) == 0
+        assert caplog.text.count(bad) == 1
+        books, audit = audit_run(store)
+        assert books.tokens["filtered"] == store.tape(bad).calls[0].usage.completion_tokens
+        (told,) = [odd for odd in audit.anomalies if odd.kind == "unknown token ids"]
+        assert (told.count, told.tapes) == (1, (bad,))
+        shutil.rmtree(path / "checkpoints")
+        again = history_in(store, path, config)
+        assert again.restore() == 2, "the updates are the same without their checkpoints"
+    assert_books_close(path)
