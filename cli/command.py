@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import gc
 import importlib
 import logging
@@ -231,7 +232,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _run(name: str, words: list[str]) -> int:
-    traceback, prog, parser = "--traceback" in words, f"tapereel {name}", _Parser()
+    traceback, prog, parser, args = "--traceback" in words, f"tapereel {name}", _Parser(), argparse.Namespace()
     try:
         args = verb_parser(name).parse_args(words)
         prog, parser = args.parser.prog, args.parser
@@ -257,7 +258,9 @@ def _run(name: str, words: list[str]) -> int:
     except (TapereelError, OSError) as error:
         if traceback:
             raise
-        said, mistake = f"{prog}: {_with_options(_sentence(error), parser)}", isinstance(error, UsageError | NoSuchTape)
+        run = getattr(args, "out", None) or getattr(args, "run", None)
+        said = f"{prog}: {_with_options(_sentence(error, run), parser)}"
+        mistake = isinstance(error, UsageError | NoSuchTape)
         if is_news(said, wait=mistake):
             say(said)
         if isinstance(error, RunStopped):
@@ -295,9 +298,26 @@ def _with_options(text: str, parser: argparse.ArgumentParser) -> str:
     return re.sub(r"`([\w.]+)=([^`]+)`", option, text)
 
 
-def _sentence(error: Exception) -> str:
+def _sentence(error: Exception, run: str | None) -> str:
     text = str(error) or type(error).__name__
-    return text if isinstance(error, TapereelError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, TapereelError):
+        return text
+    text = f"{type(error).__name__}: {text}"
+    if isinstance(error, OSError) and error.errno in _REMEDIES:
+        # If a write fails, the system names no file.
+        text += f" (in {run})" if error.filename is None and run else ""
+        text += f"; {_REMEDIES[error.errno]}, and repeat the command"
+    return text
+
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space on the disk",
+    errno.EDQUOT: "free some of your quota on the disk",
+    errno.EROFS: "make the file system writable, or copy the run",
+    errno.EACCES: "give your user the right to do this",
+    errno.ENOTDIR: "remove the file that is in the place of a folder",
+}
+"""What to do about errors of the file system."""
 
 
 if __name__ == "__main__":

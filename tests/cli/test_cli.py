@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shlex
@@ -141,6 +142,8 @@ def test_an_error_that_nobody_foresaw_keeps_its_traceback(verb, error: Exception
         (MissingExtra("torch", "train", "training"), 1, 'pip install "tapereel[train]"'),
         (ModuleNotFoundError("No module named 'gymnasium'", name="gymnasium"), 1, 'pip install "tapereel[gym]"'),
         (PermissionError(13, "Permission denied", "/x"), 1, "PermissionError: [Errno 13] Permission denied: '/x'"),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "device; free some space"),
+        (OSError(errno.EROFS, "Read-only file system", "/r/leads/.probe-1"), 1, "'/r/leads/.probe-1'; make the file"),
     ],
 )
 def test_an_error_of_ours_is_one_sentence(verb, capsys, error: Exception, code: int, says: str):
@@ -153,6 +156,16 @@ def test_an_error_of_ours_is_one_sentence(verb, capsys, error: Exception, code: 
     assert "Traceback" not in err
     with pytest.raises(type(error)):
         cli.main(["probe", "--traceback"])
+
+
+def test_a_full_disk_is_told_with_the_run(verb, capsys: pytest.CaptureFixture[str]):
+    def run(args) -> int:
+        args.out = "runs/x"
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    verb(run)
+    assert cli.main(["probe"]) == 1
+    assert "(in runs/x); free some space" in capsys.readouterr().err
 
 
 def test_an_interrupt_is_told(verb, capsys: pytest.CaptureFixture[str]):
