@@ -29,6 +29,7 @@ from tapereel.envs.adapters.sandbox_backends import Bounds, LocalBackend
 from tapereel.envs.adapters.tools import ToolEnvironment, ToolFailed
 from tapereel.tapes import Answer, CauseType, Status, Task, ToolCalls, ToolOffer, ToolResults
 
+from ...attack import plain_user
 from ...attack.sandbox_limits import BOMB
 
 pytestmark = pytest.mark.sandbox
@@ -275,6 +276,44 @@ def test_a_path_that_the_user_names_is_there_to_read_only(mode: dict[str, Any]):
         assert not (folder / "new").exists()
     finally:
         shutil.rmtree(folder)
+
+
+OWN = """
+import asyncio, pathlib, subprocess, sys, tempfile
+from tapereel.envs.adapters.sandbox import Sandbox
+
+own = pathlib.Path(tempfile.mkdtemp(dir="/tmp"))
+venv, given = own / "venv", own / "given"
+given.mkdir()
+subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+
+async def main():
+    sandbox = Sandbox(backend="bubblewrap", python=str(venv / "bin" / "python"), paths=[str(given)], seconds=30.0)
+    await sandbox.open()
+    try:
+        for folder in (venv, venv / "bin", given):
+            (folder / "mine").write_text("the user may")
+            code = f"print(open('{folder}/mine').read()); open('{folder}/new', 'w')"
+            ran = await sandbox.run([str(venv / "bin" / "python"), "-c", code])
+            assert "the user may" in ran.output and "Read-only" in ran.output, ran
+            assert not (folder / "new").exists()
+    finally:
+        await sandbox.close()
+        subprocess.run(["rm", "-rf", own], check=True)
+
+asyncio.run(main())
+print("held")
+"""
+
+
+def test_a_plain_users_own_interpreter_and_paths_are_read_only():
+    """Root's snippets run as another user, so they couldn't write there even if the folders were writable."""
+    package = Path(sandbox_module.__file__).resolve().parents[2]
+    path = os.pathsep.join(filter(None, (str(package.parent), os.environ.get("PYTHONPATH"))))
+    as_nobody = [sys.executable, str(Path(plain_user.__file__)), "nobody"] if os.getuid() == 0 else []
+    command = [*as_nobody, sys.executable, "-c", OWN]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=300)
+    assert done.stdout == "held\n", done.stderr[-2000:]
 
 
 def test_where_no_backend_passes_its_self_test_it_refuses(monkeypatch: pytest.MonkeyPatch):

@@ -18,11 +18,20 @@ from tapereel.agents.setup.engine_config import EmbeddedConfig
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.run.player_config import TrainerConfig
 from tapereel.finetune.run.policy import load_policy
-from tapereel.finetune.trainer.checkpoint import BadCheckpoint, damage, read_parts, save_checkpoint, write_parts
+from tapereel.finetune.trainer.checkpoint import (
+    STATE,
+    BadCheckpoint,
+    checkpoints,
+    damage,
+    read_parts,
+    save_checkpoint,
+    write_parts,
+)
 from tapereel.finetune.trainer.distributed import Processes
 from tapereel.finetune.trainer.options import TrainerOptions
 from tapereel.finetune.trainer.ranks import Ranks, ShardedRanks, Whole
 from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.tapes.store.lease import LeaseLost
 
 from ..build import tiny_model
 from ..loop.lab import WORDS
@@ -99,6 +108,18 @@ def test_files_that_are_missing_cut_off_or_added_are_found(folder: Path) -> None
     (folder / "pieces.json").write_text("{")
     (sentence,) = damage(folder)
     assert "pieces.json" in sentence
+
+
+def test_a_lead_that_loses_its_lease_while_it_saves_gives_the_checkpoint_no_name(tmp_path: Path) -> None:
+    """Its successor hasn't removed the partial checkpoint yet, so only the lease can stop the rename."""
+
+    def check() -> None:
+        if list(tmp_path.glob(f".update-*/{STATE}")):
+            raise LeaseLost("another lead has the run")
+
+    with pytest.raises(LeaseLost):
+        save_checkpoint(tmp_path, tiny_model(), {}, {}, update=7, check=check)
+    assert checkpoints(tmp_path) == []
 
 
 @pytest.mark.usefixtures("group")
