@@ -523,6 +523,11 @@ class End(Record):
     """Faults that didn't end the episode, such as a failed `close` or code that was left running."""
 
 
+Reason = Literal["undelivered", "abandoned", "declared"]
+"""Why a program's answer isn't trained on: no client received it, the program abandoned its branch, or the program said
+so itself."""
+
+
 class Label(Record):
     """A layer that states which completion tokens of a call are training targets."""
 
@@ -536,6 +541,8 @@ class Label(Record):
     after: str | None = Field(default=None, exclude_if=_is_none)
     """Id of an earlier call. The labelled call's prompt begins with the prompt and completion of that earlier call.
     None means that the earlier call is the labelled call's `base`."""
+    reason: Reason | None = Field(default=None, exclude_if=_is_none)
+    """Why the call isn't trained on, if `use` doesn't say it. It is unknown on tapes of earlier versions."""
 
 
 class Tokens(Record):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ...tapes.audit.auditor import Audit, Spent
 from ...tapes.common.stats import fixed
-from ...tapes.store.books import Books
+from ...tapes.store.books import Books, left_out_by
 from ..console import Section
 
 MOST = 20
@@ -39,6 +39,9 @@ def _tokens(books: Books) -> Section:
     notes = []
     if books.authored:
         notes.append(f"in addition: {books.authored:,} authored tokens, {books.authored_trained:,} of them trained on")
+    if books.left_out:
+        left = sum(books.left_out.values())
+        notes.append(f"labels leave {left:,} sampled tokens out of training: {left_out_by(books.left_out)}")
     if books.applied:
         notes.append(f"{books.applied:,} token-updates applied")
     if books.textual:

@@ -25,7 +25,7 @@ from typing import Any
 from pydantic import Field
 
 from ..errors import NotATape
-from ..records import Begin, Call, End, Reward, StepRecord, Tokens, Use, Void
+from ..records import Begin, Call, End, Label, Reward, StepRecord, Tokens, Use, Void
 from ..schema import AnyRecord
 from ..status import CauseType, Status
 from ..value import Value
@@ -58,6 +58,17 @@ PLACES = (
 )
 
 
+LEFT_OUT = {
+    "undelivered": "answers that no client received",
+    "abandoned": "branches that the program abandoned",
+    "declared": "answers that the program itself left out",
+    "auxiliary": "helper calls with other instructions or tools",
+    "discarded": "answers with the label `discarded`",
+    "ranges": "parts of answers that a label leaves out",
+}
+"""The reasons of labels, each in words. Labels of earlier versions have no reason but their `use`."""
+
+
 class Lost(Value, frozen=False):
     """The episodes that ended with the same status and cause, counted by length. If such episodes are never trained on,
     their absence biases the training data."""
@@ -88,6 +99,8 @@ class Books(Value):
     reported: dict[str, int] = Field(default={})
     """Token counts as the engines reported them, for answers without versions and log-probs: the numbers of `prompt`
     and `completion` tokens. `unknown` is the number of text answers without a count."""
+    left_out: dict[str, int] = Field(default={})
+    """Number of sampled tokens that a label leaves out of training, by the label's reason (`LEFT_OUT`)."""
     applied: int
     """Number of trained tokens. A token counts once for each update that trained on it."""
     begun: int
@@ -108,7 +121,8 @@ class Books(Value):
     def counts(self) -> dict[str, int]:
         """Every count of tokens by name, as printed by `--json`."""
         authored = {name: getattr(self, name) for name in ("authored", "authored_trained", "applied")}
-        return {"sampled": self.sampled, **self.tokens, **authored, **self.reported}
+        left_out = {f"left_out/{reason}": n for reason, n in self.left_out.items()}
+        return {"sampled": self.sampled, **self.tokens, **authored, **self.reported, **left_out}
 
 
 def spent(counts: Mapping[str, int]) -> str:
@@ -118,7 +132,15 @@ def spent(counts: Mapping[str, int]) -> str:
         "unknown": "{unknown:,} text answers without a token count",
     }
     said = [text.format(**counts) for name, text in parts.items() if name in counts]
+    reasons = {name: counts[f"left_out/{name}"] for name in LEFT_OUT if f"left_out/{name}" in counts}
+    if reasons:
+        said.append(f"{sum(reasons.values()):,} of these are left out of training ({left_out_by(reasons)})")
     return ", ".join([f"{counts['sampled']:,} tokens sampled", *said] if counts["sampled"] or not said else said)
+
+
+def left_out_by(reasons: Mapping[str, int]) -> str:
+    """Describe in words why labels leave tokens out of training. `reasons` is `Books.left_out`."""
+    return "; ".join(f"{n:,} in {LEFT_OUT[reason]}" for reason, n in reasons.items())
 
 
 Entry = tuple[Any, ...]
@@ -158,13 +180,14 @@ _ENTRIES: dict[type, Callable[[Any], Entry]] = {
     EndFacts: lambda end: (end.status, end.cause),
     End: lambda end: (end.status, end.cause.type if end.cause is not None else None),
     Tokens: lambda tokens: (tokens.call, len(tokens.completion)),
+    Label: lambda label: (label,),
 }
 
 
 class _Tape(TapeFold):
     """One tape, with its calls and the rewards that were added after its end."""
 
-    __slots__ = ("authored", "completions", "group_failed", "layered", "policy")
+    __slots__ = ("authored", "completions", "group_failed", "labels", "layered", "policy")
 
     def __init__(self, begun: Summary) -> None:
         super().__init__(begun)
@@ -175,6 +198,8 @@ class _Tape(TapeFold):
         self.completions: dict[str, int] = {}
         """Number of completion tokens of each sampled call."""
         self.authored: dict[str, int] = {}
+        self.labels: dict[str, Label] = {}
+        """The last label of each call."""
         self.policy = 0
         """Number of tokens that a policy sampled."""
 
@@ -262,6 +287,9 @@ class BooksFold:
     def _tokens(self, tape: _Tape, call: str, n: int) -> None:
         tape.authored[call] = n
 
+    def _label(self, tape: _Tape, label: Label) -> None:
+        tape.labels[label.call] = label
+
     def _reward(self, tape: _Tape, value: float, weight: float, layer: str | None, failed: bool) -> None:
         if tape.status is None:
             tape.score(value, weight, failed)
@@ -300,6 +328,7 @@ class BooksFold:
             authored_trained=self._authored_trained(marks),
             textual=self._textual,
             reported=dict(self._reported),
+            left_out=self._left_out(),
             applied=applied,
             begun=self._begun,
             ended=self._ended,
@@ -405,6 +434,16 @@ class BooksFold:
                     mark = marks.get((name, call))
                     total += n if mark is None else mark.count(0)
         return total
+
+    def _left_out(self) -> dict[str, int]:
+        found = Counter[str]()
+        for tape in self._tapes.values():
+            for call, label in tape.labels.items():
+                whole = label.use != "agent"
+                kept = 0 if whole or label.ranges is None else sum(end - start for start, end in label.ranges)
+                if whole or label.ranges is not None:
+                    found[label.reason or (label.use if whole else "ranges")] += tape.completions.get(call, 0) - kept
+        return {reason: found[reason] for reason in LEFT_OUT if found[reason]}
 
     def _sampled_on(self, belongs: Callable[[_Tape], bool]) -> int:
         return sum(tape.policy for tape in self._tapes.values() if belongs(tape))

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import NotATape
-from ..records import Call, Record, StepRecord, Tokens, Use, Void, unscores
+from ..records import Call, Label, Record, StepRecord, Tokens, Use, Void, unscores
 from ..status import TRAINED_SPLITS, CauseType, Status, trains
 from .segment import read_body
 
@@ -207,7 +207,7 @@ class TapeFold:
         return self.begun.split not in TRAINED_SPLITS
 
 
-Facts = Summary | StepFacts | CallFacts | RewardFacts | EndFacts | Tokens | Use | Void
+Facts = Summary | StepFacts | CallFacts | RewardFacts | EndFacts | Label | Tokens | Use | Void
 
 
 def read_facts(t: str, body: bytes) -> Facts | None:
@@ -325,6 +325,7 @@ _READERS = {
     "begin": read_begin,
     "step": read_step,
     "call": _call,
+    "label": Label.model_validate_json,
     "reward": read_reward,
     "end": _end,
     "tokens": Tokens.model_validate_json,
