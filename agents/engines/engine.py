@@ -279,6 +279,11 @@ class CapableEngine(TrainableEngine, Protocol):
         it takes two."""
         ...
 
+    def seed_of(self, request: Request, seeds: Callable[[int], int]) -> int:
+        """For the capability `recorded`: return the seed of the recorded call that this request repeats. `seeds` gives
+        the seed of the request if it were the n-th of its conversation, counted from 0."""
+        ...
+
 
 MEMBERS: Mapping[Capability, tuple[str, ...]] = {
     "pictures": (),
@@ -288,12 +293,12 @@ MEMBERS: Mapping[Capability, tuple[str, ...]] = {
     "sleep": ("sleep", "wake"),
     "score": ("score",),
     "absence": ("absence",),
-    "recorded": ("granted",),
+    "recorded": ("granted", "seed_of"),
     "grammar": (),
 }
 """The members of `CapableEngine` that each capability needs."""
 _ALWAYS = ("name", "can", "renderer", "context", "complete", "forget", "close")
-_METHODS = ("complete", "forget", "close", "sync_weights", "sleep", "wake", "score", "granted")
+_METHODS = ("complete", "forget", "close", "sync_weights", "sleep", "wake", "score", "granted", "seed_of")
 
 
 def incomplete(engine: object) -> list[str]:

@@ -11,6 +11,7 @@ import asyncio
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 from pydantic import BaseModel, JsonValue
@@ -370,6 +371,7 @@ class _Exchange:
         call = llm.recorder.new_call_id()
         stream = seed_stream(path, conversation)
         number = llm._numbers[stream] = llm._numbers.get(stream, -1) + 1
+        seeds = partial(_seed, llm._seed, stream, seed)
         cache_key = f"{llm.recorder.tape}/{path}/{conversation}"
         llm._cache_keys.add(cache_key)
         self._listener = _SafeListener(listener) if listener is not None else None
@@ -378,7 +380,7 @@ class _Exchange:
             prompt=rendered.ids if rendered is not None else None,
             places=rendered.places if rendered is not None else (),
             sampling=sampling,
-            seed=derive_seed(llm._seed, stream, number, *(() if seed is None else (seed,))),
+            seed=seeds(number),
             tools=self._schemas,
             constraint=constraint,
             grammar=self._grammar(constraint, rendered, sampling) if constraint is not None else (),
@@ -389,6 +391,8 @@ class _Exchange:
             picture=llm.recorder.picture,
             listener=self._listener,
         )
+        if llm._recorded is not None:
+            request = replace(request, seed=llm._recorded.seed_of(request, seeds))
         tools = llm._conversations.tools_record(self._schemas)
         self._pending = PendingCall(call, path, conversation, request, rendered, tools)
 
@@ -602,6 +606,10 @@ class _SafeListener:
                 method(*args)
             except Exception as error:
                 self.error = error
+
+
+def _seed(seed: int, stream: str, mixed_in: int | None, number: int) -> int:
+    return derive_seed(seed, stream, number, *(() if mixed_in is None else (mixed_in,)))
 
 
 def _limited(request: Request, tokens: int) -> Request:

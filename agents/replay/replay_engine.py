@@ -9,10 +9,9 @@ a whole training loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ...tapes import Call, Tape
@@ -70,7 +69,9 @@ class ReplayEngine:
 
     name = "replay"
 
-    def __init__(self, *tapes: Tape, renderer: Renderer | None = None) -> None:
+    def __init__(self, *tapes: Tape, renderer: Renderer | None = None, pairing: int = 0) -> None:
+        """`pairing` chooses one of the ways to give their answers to equal requests of another process. 0 gives them in
+        order of arrival."""
         if not tapes:
             raise ValueError("ReplayEngine needs at least one tape: pass the tapes whose answers it returns")
         self._renderer = renderer
@@ -83,9 +84,16 @@ class ReplayEngine:
                     self._recorded[call.by, call.seed].append((tape, call))
         self._queue = [call.call for call in tapes[0].calls if call.engine != "authored"] if self._only else []
         self._order = {call: k for k, call in enumerate(self._queue)}
+        self._pairing = pairing
+        self._given: set[str] = set()
+        """The calls that `seed_of` gave to a request."""
+        self.pairings = 1
+        """Number of these ways among the requests so far."""
         self.patience = 0.0
         """Additional seconds that an answer waits for the answers recorded before it. Used if the agent's requests come
         from another process."""
+        self.overdue = False
+        """Whether an answer waited as long as that in vain, because the request for an earlier one never came."""
         self._moved = asyncio.Event()
         self._answered: set[str] = set()
         self._turn_of_answers = 0
@@ -121,6 +129,26 @@ class ReplayEngine:
         if found is None:
             raise Diverged(_unrecorded(self._only, request))
         return found.pop()
+
+    def seed_of(self, request: Request, seeds: Callable[[int], int]) -> int:
+        """Return the seed of the recorded call that this request repeats.
+
+        The requests of another process may arrive in another order in each run, so the first recorded call with the
+        same content counts, whatever its number. Nothing on a tape tells which of several equal requests got which
+        answer, if they were in flight together.
+        """
+        alike: list[Call] = []
+        for n in range(len(self._queue) + 1024 if self.patience else 0):
+            for tape, call in self._recorded.get((request.path, seeds(n)), ())[-1:]:
+                given = call.call in self._given or (alike and call.finish == "cancelled")
+                if not given and _is_alike(tape, call, request):
+                    alike.append(call)
+        if not alike:
+            return request.seed
+        self.pairings *= len(alike)
+        self._pairing, k = divmod(self._pairing, len(alike))
+        self._given.add(alike[k].call)
+        return alike[k].seed or 0
 
     async def granted(self, request: Request, budget: Budget) -> int | None:
         """Return how many tokens of the episode's limit this request gets in the replay, or None if it wasn't recorded.
@@ -204,11 +232,13 @@ class ReplayEngine:
                 return
             await asyncio.sleep(0)
         if self.patience:
-            with contextlib.suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(self.patience):
                     while not done():
                         self._moved.clear()
                         await self._moved.wait()
+            except TimeoutError:
+                self.overdue = True
 
     def forget(self, cache_key: str) -> None:
         """Do nothing, because this engine keeps nothing by key."""
@@ -262,6 +292,16 @@ def recorded_error(call: Call) -> EngineError:
         if name == known.__name__:
             return known(message)
     return type(name if name.isidentifier() else "EngineError", (EngineError,), {})(message)
+
+
+def _is_alike(tape: Tape, call: Call, request: Request) -> bool:
+    """Return whether the request has the content of a recorded call. Its tokens follow from the content, and concurrent
+    calls may have left it fewer tokens for its answer."""
+    if call.keep_messages + len(call.messages) != len(request.messages):
+        return False  # saves most comparisons in a long conversation
+    sampling = request.sampling.model_copy(update={"max_tokens": call.sampling.max_tokens})
+    asked = replace(request, seed=call.seed or 0, prompt=None, sampling=sampling)
+    return next(_request_differences(tape, call, asked), None) is None
 
 
 def _request_differences(tape: Tape, call: Call, request: Request) -> Iterator[tuple[Difference, Likely, str]]:

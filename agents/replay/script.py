@@ -17,6 +17,7 @@ from ...tapes import Action, CauseType, Observation, ParseError, Status, Step, T
 from ...tapes.audit.verdict import Difference, Divergence, Likely, clipped, differences, plain
 from ...tapes.messages import ENV
 from ...tapes.records import Call, End, StepRecord
+from ...tapes.steps import Exchange
 from ...tapes.tape import Entry
 from ..episode.seeds import derive_seed, seed_stream
 
@@ -315,6 +316,10 @@ def turns_of_calls(tape: Tape) -> dict[str, int]:
 
 def _step_differences(entry: Entry, record: StepRecord) -> Iterator[tuple[str, Any, Any]]:
     step = record.content
+    if isinstance(step, Exchange) and isinstance(entry.step, Exchange):
+        # What was asked is compared as the call's messages. Earlier versions showed less of it in the step if an equal
+        # request had just been answered.
+        step = step.model_copy(update={"asked": entry.step.asked})
     if entry.step.kind != step.kind:
         yield "kind", entry.step.kind, step.kind
     elif entry.step != step:
