@@ -12,7 +12,7 @@ This module has no event loop, requests or versions. The caller decides when to 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -26,7 +26,7 @@ from ....tapes.places import Place, keys, shared_length
 from ...vision.vision import Pixels
 from .engine_caches import Parked, ParkingLot, PictureFeatures
 from .kv_cache import NOTHING, Seen, SlotDecoder
-from .sampler import draw, uniforms
+from .sampler import draw, penalised, uniforms
 
 if TYPE_CHECKING:
     from .grammar_guide import Guide
@@ -86,6 +86,8 @@ class Generation:
     """The pictures of the prompt, in order."""
     pixels: dict[int, Callable[[], Pixels]] = field(default_factory=dict)
     """For each `Place.key`, a function that returns the picture's pixels. The function may block."""
+    penalties: Mapping[str, float] = field(default_factory=dict)
+    """`min_p` and the penalties of `sampler.penalised`, by name."""
     guide: Guide | None = None
     """Keeps the completion within a grammar."""
     positions: NDArray[np.int64] | None = None
@@ -350,7 +352,11 @@ class Batch:
         if barred:
             logits = logits.index_put(tuple(torch.tensor(barred).T), logits.new_tensor(-torch.inf))
         allowed = self._allowed(rows, logits)
-        ids, logprobs = draw(logits, self._temperature[at], uniform, top_p, top_k, allowed)
+        drawn = min_p = None
+        if [s for s in rows if s.penalties]:
+            drawn = torch.stack([penalised(logits[k], s.penalties, s.prompt, s.ids) for k, s in enumerate(rows)])
+            min_p = np.array([s.penalties.get("min_p", 0.0) for s in rows])
+        ids, logprobs = draw(logits, self._temperature[at], uniform, top_p, top_k, allowed, drawn, min_p)
         for k, s in enumerate(rows if allowed is not None else ()):
             if s.guide is None or logprobs[k] != logprobs[k]:
                 continue

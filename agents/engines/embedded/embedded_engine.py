@@ -46,7 +46,7 @@ try:
 
     from .batch import Batch, Generation, Stats
     from .kv_cache import SlotDecoder
-    from .sampler import as_seed
+    from .sampler import PENALTIES, as_seed, penalties_of
 except ModuleNotFoundError as error:
     if error.name not in ("numpy", "torch", "transformers"):
         raise
@@ -302,10 +302,14 @@ class EmbeddedEngine:
                 "a request without prompt ids: the embedded engine samples tokens after tokens, render "
                 "the messages with its renderer first"
             )
-        if set(sampling.extra) - {"stop"}:  # `LLM` cuts the text at a stop string
+        try:
+            penalties = penalties_of(sampling.extra)
+        except ValueError as error:
+            raise EngineError(str(error)) from None
+        if unknown := set(sampling.extra) - {"stop", *PENALTIES}:  # `LLM` cuts the text at a stop string
             raise EngineError(
-                f"sampling options {sorted(sampling.extra)} are unknown to the embedded engine; it has "
-                "temperature, max_tokens, top_p, top_k, min_tokens and ignore_eos"
+                f"sampling options {sorted(unknown)} are unknown to the embedded engine; it has temperature, "
+                f"max_tokens, top_p, top_k, min_tokens, ignore_eos and in `extra` {', '.join(PENALTIES)}"
             )
         if len(prompt) >= self.context:
             raise PromptTooLong(
@@ -332,6 +336,7 @@ class EmbeddedEngine:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            penalties=penalties,
             stops=stops,
             barred=tuple(sorted(id for id in stops if 0 <= id < self._decoder.vocabulary)),
             key=request.cache_key,

@@ -32,6 +32,7 @@ from ....tapes.errors import TapereelError, UsageError
 from ....tapes.records import Sampling
 from ..engine import Completion, EngineError, PromptTooLong, PublishMode, Request
 from .embedded_engine import EmbeddedEngine, eos_ids
+from .sampler import PENALTIES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,16 +40,10 @@ if TYPE_CHECKING:
 
 WRITE_SECONDS = 60.0
 """Time limit for writing one chunk of a stream to the client."""
-OFF: dict[str, Any] = {
-    "n": 1,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}
+OFF: dict[str, Any] = {"n": 1}
 """Unsupported sampling parameters, each with the value that turns it off. All other values are rejected."""
 KNOWN = {"temperature", "top_p", "top_k", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos"}
-KNOWN |= {"logprobs", *OFF}
+KNOWN |= {"logprobs", *OFF, *PENALTIES}
 
 
 class EngineServer(HttpService):
@@ -175,7 +170,8 @@ class EngineServer(HttpService):
             if name not in KNOWN or (name in OFF and value != OFF[name]):
                 raise UsageError(
                     f"sampling_params.{name} = {value!r}: the embedded engine can't do that; it has "
-                    "temperature, top_p, top_k, seed, max_tokens, min_tokens, stop_token_ids and ignore_eos"
+                    "temperature, top_p, top_k, seed, max_tokens, min_tokens, stop_token_ids, ignore_eos, min_p and "
+                    "penalties"
                 )
         eos = () if given.get("ignore_eos") else self._eos
         room = self.engine.context - len(ids)
@@ -185,6 +181,7 @@ class EngineServer(HttpService):
             top_k=max(given.get("top_k", 0), 0),
             max_tokens=given.get("max_tokens") or max(room, 1),
             min_tokens=given.get("min_tokens", 0),
+            extra={name: given[name] for name, (off, *_) in PENALTIES.items() if given.get(name, off) != off},
         )
         return Request(
             messages=(),

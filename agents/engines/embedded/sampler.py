@@ -9,11 +9,21 @@ There is one limit. The last bits of a row's logits depend on the shape of the b
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+PENALTIES: dict[str, tuple[float, float, float]] = {
+    "min_p": (0.0, 0.0, 1.0),
+    "presence_penalty": (0.0, -2.0, 2.0),
+    "frequency_penalty": (0.0, -2.0, 2.0),
+    "repetition_penalty": (1.0, 1e-3, 1e3),
+}
+"""Further settings of a request: the value that changes nothing, and the smallest and the largest value."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
 
@@ -49,24 +59,34 @@ def draw(
     top_p: NDArray[np.float64] | None = None,
     top_k: NDArray[np.int64] | None = None,
     allowed: NDArray[np.bool_] | None = None,
+    drawn: Tensor | None = None,
+    min_p: NDArray[np.float64] | None = None,
 ) -> tuple[list[int], list[float]]:
     """Return token ids and their log-probs for float32 `logits` (rows, vocabulary).
 
     A log-prob is log softmax(logits / temperature) over the whole vocabulary, at the sampled id. `allowed` (rows,
-    vocabulary), `top_p` and `top_k` restrict which ids can be sampled, but don't change the log-prob. In a row, `top_p`
-    1.0 and `top_k` 0 mean no restriction. Temperature 0 selects the allowed id with the largest logit (the first one in
-    a tie) and gives its log-prob at temperature 1. If a row has no finite probabilities, its log-prob is NaN.
+    vocabulary), `min_p`, `top_p` and `top_k` restrict which ids can be sampled, but don't change the log-prob. In a
+    row, `min_p` 0.0, `top_p` 1.0 and `top_k` 0 mean no restriction. `drawn` are the logits after penalties, from which
+    ids are sampled, or None without penalties. Temperature 0 selects the allowed id with the largest logit (the first
+    one in a tie) and gives its log-prob at temperature 1. If a row has no finite probabilities, its log-prob is NaN.
     """
     greedy = temperature == 0.0
     scale = torch.from_numpy(np.where(greedy, 1.0, temperature)).to(logits.device)
     # In float32, a cumulative sum over a whole vocabulary would round small probabilities away.
     scaled = logits.double() / scale[:, None]
     p = torch.softmax(scaled, dim=-1)
-    whole = None
+    whole = None if drawn is None and min_p is None else scaled.log_softmax(-1)
+    if drawn is not None:
+        logits, scaled = drawn, drawn.double() / scale[:, None]
+        p = torch.softmax(scaled, dim=-1)
     if allowed is not None:
         # The allowed ids are normalised by themselves, because their probability may be too small for a float64.
-        whole, mask = scaled.log_softmax(-1), torch.from_numpy(~allowed).to(logits.device)
+        whole = scaled.log_softmax(-1) if whole is None else whole
+        mask = torch.from_numpy(~allowed).to(logits.device)
         logits, p = logits.masked_fill(mask, -torch.inf), scaled.masked_fill(mask, -torch.inf).softmax(-1)
+    if min_p is not None:
+        least = torch.from_numpy(min_p).to(p.device)[:, None] * p.amax(-1, keepdim=True)
+        p = p.masked_fill(p < least, 0.0)
     kept = p if top_p is None or top_k is None else _filtered(p, top_p, top_k)
     cdf = kept.cumsum(-1)
     # The target is scaled by the last value in the CDF, because this value is below 1 after filtering, and only
@@ -79,6 +99,29 @@ def draw(
         ids = torch.where(first, logits.argmax(-1, keepdim=True), ids)
     logprobs = p.gather(1, ids).log_() if whole is None else whole.gather(1, ids)
     return ids[:, 0].tolist(), logprobs[:, 0].float().tolist()
+
+
+def penalties_of(settings: Mapping[str, object]) -> dict[str, float]:
+    """Return the settings in `PENALTIES` that change anything. Raises ValueError if one is out of its range."""
+    found: dict[str, float] = {}
+    for name, (off, low, high) in PENALTIES.items() if settings else ():
+        value = settings.get(name, off)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise ValueError(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}")
+        if value != off:
+            found[name] = float(value)
+    return found
+
+
+def penalised(logits: Tensor, penalties: Mapping[str, float], prompt: array[int], ids: array[int]) -> Tensor:
+    """Return a row's `logits` (vocabulary,) with vLLM's penalties: `repetition_penalty` for each id in the prompt or
+    the answer `ids`, and `frequency_penalty` and `presence_penalty` for each id in the answer."""
+    own = torch.bincount(torch.tensor(ids, dtype=torch.long), minlength=len(logits)).to(logits.device)
+    seen = (own > 0).index_fill(0, torch.tensor(prompt, dtype=torch.long, device=logits.device), True)
+    repetition = penalties.get("repetition_penalty", 1.0)
+    weaker = torch.where(logits > 0, logits / repetition, logits * repetition)
+    used = penalties.get("frequency_penalty", 0.0) * own + penalties.get("presence_penalty", 0.0) * (own > 0)
+    return torch.where(seen, weaker, logits) - used
 
 
 def _filtered(p: Tensor, top_p: NDArray[np.float64], top_k: NDArray[np.int64]) -> Tensor:

@@ -125,7 +125,8 @@ def test_capacity_ends_a_completion_and_refuses_a_prompt_without_room() -> None:
         (ask(()), "renderer"),
         (ask((3, 4, 40)), " 40 .* 2 "),
         (ask((3, -1, 4)), " -1 .* 1 "),
-        (ask((3,), extra={"repetition_penalty": 1.1}), "repetition_penalty"),
+        (ask((3,), extra={"repetition_penalty": 0}), "repetition_penalty"),
+        (ask((3,), extra={"typical_p": 0.5}), "typical_p"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_with_its_reason(request_: Any, words: str) -> None:

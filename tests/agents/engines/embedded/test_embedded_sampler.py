@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from array import array
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.generation.logits_process import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
-from tapereel.agents.engines.embedded.sampler import as_seed, draw, uniforms
+from tapereel.agents.engines.embedded.sampler import as_seed, draw, penalised, uniforms
 
 
 def mix(z: int) -> int:
@@ -112,3 +114,30 @@ def test_filters_narrow_the_draw_and_leave_the_log_prob_alone(
     for i in kept:
         assert abs(ids.count(i) / n - p[i] / mass) <= 1.01 / n
     np.testing.assert_allclose(logprobs, exact[ids], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_penalties_and_min_p_change_the_draw_and_leave_the_log_prob_alone(temperature: float) -> None:
+    """Compared with transformers' processors, and with OpenAI's formula for the two penalties that it lacks."""
+    torch.manual_seed(0)
+    prompt, ids = array("i", [1, 1, 4]), array("i", [2, 3, 3, 3])
+    logits, n = torch.randn(12), 4000
+    asked = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.25, "min_p": 0.2}
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([[*prompt, *ids]]), logits[None].clone())
+    expected[0, 2] -= 0.4 + 0.25
+    expected[0, 3] -= 3 * 0.4 + 0.25
+    found = penalised(logits, asked, prompt, ids)
+    torch.testing.assert_close(found, expected[0])
+    uniform = (np.arange(n) + 0.5) / n
+    rows = found.expand(n, -1)
+    drawn, logprobs = draw(
+        logits.expand(n, -1), np.full(n, temperature), uniform, drawn=rows, min_p=np.full(n, asked["min_p"])
+    )
+    scale = temperature or 1.0
+    kept = MinPLogitsWarper(0.2)(torch.empty(1, 0, dtype=torch.long), expected / scale)[0].softmax(-1)
+    share = np.bincount(drawn, minlength=12) / n
+    wanted = kept.numpy() if temperature else np.eye(12)[int(expected.argmax())]
+    np.testing.assert_allclose(share, wanted, atol=2.0 / n)
+    whole = torch.log_softmax(logits.double() / scale, -1)
+    np.testing.assert_allclose(logprobs, whole[torch.tensor(drawn)].numpy(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(penalised(logits, {"min_p": 0.2}, prompt, ids), logits)

@@ -219,8 +219,8 @@ def _completion(found: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"presence_penalty": 0.5}, "presence_penalty = 0.5"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"presence_penalty": 2.5}, "presence_penalty is 2.5"),
+        ({"repetition_penalty": "high"}, "repetition_penalty is .high."),
         ({"return_tokn_ids": True}, "return_tokn_ids"),
         ({"temperature": "hot"}, "temperature"),
         ({"n": 2}, "n = 2"),
