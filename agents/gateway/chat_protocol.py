@@ -30,6 +30,7 @@ from .dialect import (
     Schema,
     StopString,
     Temperature,
+    TopK,
     TopP,
     check_pictures,
     demanded,
@@ -57,16 +58,19 @@ _IGNORED = frozenset(
 """Fields that mean nothing for a model of one's own."""
 _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "n": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "logit_bias": ({},),
     "top_logprobs": (0,),
     "modalities": (["text"],),
+}
+"""Fields that are accepted only with these values."""
+_OFF: dict[str, tuple[float, ...]] = {
     "top_k": (-1, 0),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
     "min_p": (0,),
     "repetition_penalty": (1,),
 }
-"""Fields that are accepted only with these values."""
+"""Settings of the sampler that change nothing with these values."""
 CHUNK = "chat.completion.chunk"
 """The `object` field of each chunk of a stream."""
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -105,7 +109,7 @@ class _ImagePart(BaseModel):
 class ChatMessage(BaseModel):
     """A message in a request. Fields that only a hosted service knows, such as `refusal`, are left out."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[
         list[Annotated[_TextPart | _ImagePart, Field(discriminator="type")]],
         BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value or []),
@@ -113,6 +117,8 @@ class ChatMessage(BaseModel):
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[_ToolCall] | None = None
+    function_call: _Function | None = None
+    """The old form of a single call. Its result is the message of role `function` with the same name."""
     reasoning_content: str | None = None
     """The thoughts of an answer, in an assistant's message. vLLM calls this field `reasoning`."""
     reasoning: str | None = None
@@ -120,6 +126,10 @@ class ChatMessage(BaseModel):
     def plain(self) -> Message:
         """Return the message without empty fields. Its content is one text, or a list of parts if it has pictures."""
         rest: Message = {}
+        if self.role == "function":
+            return ChatMessage(role="tool", content=self.content, tool_call_id=self.name).plain()
+        if self.function_call is not None and not self.tool_calls:
+            rest["tool_calls"] = [_ToolCall(id=self.function_call.name, function=self.function_call).model_dump()]
         if self.name is not None:
             rest["name"] = self.name
         if self.tool_call_id is not None:
@@ -184,6 +194,9 @@ class _StreamOptions(BaseModel):
     include_usage: bool | None = Field(default=None, strict=True)
 
 
+Penalty = Annotated[float, Field(strict=True, ge=-2, le=2)]
+
+
 class _Request(BaseModel):
     """The fields of a request except `messages`."""
 
@@ -195,6 +208,11 @@ class _Request(BaseModel):
     parallel_tool_calls: Flag = True
     temperature: Temperature | None = None
     top_p: TopP | None = None
+    top_k: TopK | None = None
+    presence_penalty: Penalty = 0
+    frequency_penalty: Penalty = 0
+    min_p: Annotated[float, Field(strict=True, ge=0, le=1)] = 0
+    repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=2)] = 1
     max_tokens: MaxTokens | None = None
     seed: int | None = Field(default=None, strict=True, ge=-(2**63), lt=2**63)
     stop: Annotated[
@@ -214,6 +232,7 @@ def read(data: Mapping[str, JsonValue]) -> Asked:
     left = fields_of(data, _IGNORED, _NEUTRAL)
     if "max_completion_tokens" in left:
         left["max_tokens"] = left.pop("max_completion_tokens")
+    left = {name: value for name, value in left.items() if value not in _OFF.get(name, ())}
     sent = left.pop("messages", None)
     try:
         messages = _messages.validate_python(sent)
@@ -237,6 +256,8 @@ def read(data: Mapping[str, JsonValue]) -> Asked:
         parallel_tool_calls=found.parallel_tool_calls,
         temperature=found.temperature,
         top_p=found.top_p,
+        top_k=found.top_k,
+        penalties={name: float(getattr(found, name)) for name in _OFF if name in left and name != "top_k"},
         max_tokens=found.max_tokens,
         seed=found.seed,
         stop=found.stop,

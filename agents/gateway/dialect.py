@@ -75,8 +75,11 @@ class Asked:
     parallel_tool_calls: bool = True
     """If false, the answer contains only the first of several tool calls. The tape has all of them."""
     temperature: float | None = None
-    """None if the client doesn't set it. The same holds for `top_p`, `max_tokens` and `seed`."""
+    """None if the client doesn't set it. The same holds for `top_p`, `top_k`, `max_tokens` and `seed`."""
     top_p: float | None = None
+    top_k: int | None = None
+    penalties: Mapping[str, float] = field(default_factory=dict)
+    """The penalties and `min_p`, by name, if they change anything."""
     max_tokens: int | None = None
     seed: int | None = None
     stop: Sequence[str] = ()
@@ -342,6 +345,7 @@ ANY_OBJECT: Schema = {"type": "object"}
 """The schema of a request for any JSON object."""
 Temperature = Annotated[float, Field(strict=True, ge=0)]
 TopP = Annotated[float, Field(strict=True, gt=0, le=1)]
+TopK = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 MaxTokens = Annotated[int, Field(strict=True, ge=1, lt=2**63)]
 Flag = Annotated[bool, Field(strict=True)]
 StopString = Annotated[str, Field(min_length=1)]

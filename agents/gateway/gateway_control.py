@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -125,12 +126,13 @@ class _Open:
 class Client(Agent):
     """The agent for an external program. A single `act` covers all of the program's requests to the model."""
 
-    def __init__(self, name: str, open_: _Open, gateway: Gateway, *, idle: float, follow: bool) -> None:
-        self.name, self._open, self._gateway = name, open_, gateway
-        self._idle, self._follow = idle, follow
+    def __init__(
+        self, name: str, open_: _Open, gateway: Gateway, session: Callable[[Tape, LLM], Session], *, idle: float
+    ) -> None:
+        self.name, self._open, self._gateway, self._session, self._idle = name, open_, gateway, session, idle
 
     async def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
-        session, end = Session(tape, llm, follow=self._follow), self._open.end
+        session, end = self._session(tape, llm), self._open.end
         key = self._gateway.open(session)
         self._open.llm = llm
         self._open.ready.set_result(key)
@@ -208,19 +210,21 @@ class Control(Gateway):
         idle: float = 300.0,
         split: str = "train",
         follow: bool = True,
+        embeddings: str | None = None,
         most: int = 4096,
         host: str = "127.0.0.1",
         bounds: Bounds | None = None,
     ) -> None:
         """`token` is the admin token. Raises UsageError if it has under 16 characters. If it is None, one is generated.
 
-        A tape ends after `idle` seconds without a request. At most `most` tapes may be open. `follow` is described at
-        `GatewayConfig`.
+        A tape ends after `idle` seconds without a request. At most `most` tapes may be open. `follow` and
+        `embeddings` are described at `GatewayConfig`.
         """
         super().__init__(host, token=token, bounds=bounds or Bounds())
         self._engine, self._journal = engine, journal
         self._limits, self._sampling = limits or Limits(), sampling or Sampling()
-        self._idle, self._split, self._follow, self._most = idle, split, follow, most
+        self._idle, self._split, self._most = idle, split, most
+        self._make_session = partial(Session, follow=follow, embeddings=embeddings)
         self._open: dict[str, _Open] = {}
         self._done: OrderedDict[str, dict[str, JsonValue]] = OrderedDict()
         self._closed = False
@@ -279,7 +283,7 @@ class Control(Gateway):
         budget = asked.budget.model_dump(exclude_none=True, exclude={"idle"})
         new.task = loop.create_task(
             rollout(
-                Client(asked.agent, new, self, idle=asked.budget.idle or self._idle, follow=self._follow),
+                Client(asked.agent, new, self, self._make_session, idle=asked.budget.idle or self._idle),
                 Elsewhere(new),
                 _task(asked.task),
                 engine=self._engine,
@@ -404,8 +408,11 @@ class GatewayConfig(EpisodesConfig):
     limits: Limits = Limits(agent_seconds=3600.0, system_seconds=3600.0)
     """Limits of a tape if its client doesn't set any."""
     follow: bool = True
-    """Whether the temperature and `top_p` of a request are followed. If False, `sampling` sets them, so that a client
-    that asks for temperature 0 still gives data for RL."""
+    """Whether temperature, `top_p`, `top_k`, `min_p` and penalties of a request are followed. If False, `sampling` sets
+    them, so that a client that asks for temperature 0 still gives data for RL."""
+    embeddings: str | None = Field(default=None, pattern="^https?://")
+    """Address of the server to which requests for embeddings are passed on. It gets the API key in the environment
+    variable `OPENAI_API_KEY`, if that is set. Without an address, such requests are refused."""
     idle_seconds: float = Field(default=300.0, gt=0)
     """A tape is ended after this many seconds without a request."""
     hold_seconds: float = Field(default=60.0, ge=0)
@@ -446,6 +453,7 @@ async def serve_gateway(
                 idle=config.idle_seconds,
                 split=config.split,
                 follow=config.follow,
+                embeddings=config.embeddings,
                 host=host,
                 bounds=Bounds(body=config.max_body, hold_seconds=config.hold_seconds),
             )

@@ -29,7 +29,7 @@ from ...tapes.common.redact import without_secrets
 from ...tapes.common.request_checks import bearer
 from ...tapes.common.text import logger
 from . import chat_protocol, messages_protocol, responses_protocol
-from .dialect import Asked, Dialect, Refused, Stream
+from .dialect import Answered, Asked, Dialect, Refused, Stream
 from .gateway_session import Live, Session, ended
 from .linking import USES, Use
 
@@ -108,6 +108,7 @@ class Gateway(HttpService):
             web.get("/v1/models", self._models),
             web.get("/v1/models/{model:.+}", self._model),
             *(web.post(path, self._ask) for path in _DIALECTS),
+            web.post("/v1/embeddings", self._embed),
             *(web.post(f"{path}/count_tokens", self._count) for path in ("/v1/messages", "/messages")),
         ]
 
@@ -232,6 +233,11 @@ class Gateway(HttpService):
         session = self._session(request)
         return json_response({"input_tokens": await session.count(messages_protocol.read_count(request[BODY]))})
 
+    async def _embed(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        self.without_keys(request[BODY])
+        return json_response(await session.embed(request[BODY]))
+
     async def _ask(self, request: web.Request) -> web.StreamResponse:
         session, dialect = self._session(request), _dialect(request)
         asked = dialect.read(request[BODY])
@@ -241,8 +247,9 @@ class Gateway(HttpService):
         await self._steady(session)
         if asked.stream:
             return await self._stream(request, session, asked, use, dialect.stream(asked))
-        response = json_response(dialect.body(asked, await session.ask(asked, use=use)))
-        await self._write(request, response, None)
+        answer = await session.ask(asked, use=use)
+        response = json_response(dialect.body(asked, answer))
+        await self._deliver(request, response, session, answer, None)
         return response
 
     async def _stream(
@@ -265,7 +272,8 @@ class Gateway(HttpService):
                 if data and not await self._write(request, response, data):
                     return response
             answer = await asking
-            await self._write(request, response, _taken(live, stream, response.prepared) + stream.end(answer))
+            rest = _taken(live, stream, response.prepared) + stream.end(answer)
+            await self._deliver(request, response, session, answer, rest)
         except (Refused, StoreFailed) as error:
             if not response.prepared:
                 raise
@@ -280,6 +288,19 @@ class Gateway(HttpService):
             if not asking.cancelled():
                 asking.exception()  # retrieved, so that asyncio doesn't log it as never retrieved
         return response
+
+    async def _deliver(
+        self, request: web.Request, response: web.StreamResponse, session: Session, answer: Answered, data: bytes | None
+    ) -> None:
+        """Send the end of an answer as `_write` does, and tell the session whether it arrived."""
+        # An answer counts as delivered while it is being sent, because its client may end the tape at once.
+        session.undelivered.discard(answer.id)
+        arrived = False
+        try:
+            arrived = await self._write(request, response, data)
+        finally:
+            if not arrived:
+                session.undelivered.add(answer.id)
 
     async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes | None) -> bool:
         """Send `data`, or the whole response if `data` is None. Return whether the client received it in time."""

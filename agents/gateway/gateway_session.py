@@ -16,6 +16,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import os
 import time
 from array import array
 from collections import Counter
@@ -29,6 +30,7 @@ from ...tapes.messages import image_of, text_of
 from ...tapes.records import Call, Message
 from ...tapes.steps import Exchange, content_parts
 from ..engines.engine import CapableEngine, GrammarRefused
+from ..engines.transport.http_channel import Server, ServerFailed
 from ..episode.limits import LimitReached
 from ..episode.llm import LLM, ModelFailed, RenderFailed, Reply
 from ..rendering.incremental_decoder import IncrementalDecoder, overlap
@@ -38,6 +40,8 @@ from .dialect import ANSWER, PIXELS, PLACE, THOUGHT, Answered, Asked, Refused
 from .linking import Use, label_calls
 
 if TYPE_CHECKING:
+    from pydantic import JsonValue
+
     from ..rendering.renderer import Renderer
 
 log = logging.getLogger(__name__)
@@ -53,6 +57,7 @@ _EchoKey = tuple[str, str]
 class _Sent(NamedTuple):
     """An answer that was sent to the program."""
 
+    id: str
     key: _EchoKey
     conversation: str
     place: int
@@ -172,19 +177,27 @@ class Live:
 class Session:
     """Answers a program's requests with `ask`, also concurrently, until `close`. A session serves one tape."""
 
-    def __init__(self, tape: Tape, llm: LLM, *, follow: bool = True) -> None:
-        """If `follow` is true, the program's requests set temperature and top_p. Otherwise the run sets them."""
+    def __init__(self, tape: Tape, llm: LLM, *, follow: bool = True, embeddings: str | None = None) -> None:
+        """If `follow` is true, the program's requests set temperature, top_p, top_k, min_p and penalties. Otherwise the
+        run sets them. `embeddings` is the address of the server that makes embeddings, or None without one."""
         self._tape, self._llm, self._follow = tape, llm, follow
         self._engine = llm.engine
         self._renderer = llm.engine.renderer if llm.engine is not None else None
+        key = "OPENAI_API_KEY" if os.environ.get("OPENAI_API_KEY") else None
+        self._embeddings = Server(embeddings, key_variable=key) if embeddings is not None else None
         self._asking: set[asyncio.Task[Answered]] = set()
         self._numbers: Counter[str] = Counter()
         self._answered: dict[str, tuple[str, int, Message]] = {}
         """The call of each answer, the number of its instructions, and its message as it was sent, by its id."""
         self._sent: dict[tuple[_EchoKey, str], list[_Sent]] = {}
         """The answers sent so far, by `_echo_key` and conversation."""
-        self._latest: dict[tuple[_EchoKey, str, int], _Sent] = {}
-        """The latest sent answer for each key, conversation and place."""
+        self._first: dict[tuple[_EchoKey, str, int], _Sent] = {}
+        """The first answer that was delivered for each key, conversation and place. It is the one that an echo repeats,
+        because in a replay, later ones may be sent sooner than they were."""
+        self._replies: list[Message] = []
+        """The recorded messages of all answers."""
+        self.undelivered: set[str] = set()
+        """Ids of the answers that no client received. `gateway_server` updates it."""
         self._called: dict[str, list[_Sent]] = {}
         """The sent answers that call tools, by the id of their first call."""
         self._places: dict[str | None, int] = {}
@@ -276,6 +289,25 @@ class Session:
             raise Refused(501, "the tokens of this engine's prompts aren't known here", final=True)
         return tokens
 
+    async def embed(self, body: JsonValue) -> object:
+        """Return the answer of the embeddings' server. Nothing is recorded. Raises Refused."""
+        if self.closed:
+            raise ended()
+        if self._embeddings is None:
+            raise Refused(
+                404,
+                "this gateway makes no embeddings: name a server that does, with `tapereel serve gateway --embeddings "
+                "URL` or `Program(..., embeddings=URL)`",
+                param="embeddings",
+            )
+        self.heard_at = time.monotonic()
+        try:
+            return await self._embeddings.post("/v1/embeddings", body)
+        except ServerFailed as error:
+            raise Refused(error.status or 502, f"embeddings: {error}", final=not error.retry) from None
+        finally:
+            self.heard_at = time.monotonic()
+
     async def _ask(self, request: Asked, use: Use | None, live: Live | None) -> Answered:
         try:
             # Use the recorded messages, not the ones that the client sent back. The renderer then keeps the sampled ids
@@ -324,9 +356,8 @@ class Session:
             self._declared[reply.call] = use
         answer = self._answer(request, reply, name, (conversation, len(messages)), live)
         # If the texts differ, the engine failed after a part was streamed, and the retry sampled another text. The
-        # client can't take the sent text back, so the call is labelled as discarded and the client gets an error.
+        # client can't take the sent text back, so it gets an error, and the answer stays undelivered.
         if live is not None and not live.end(answer.reasoning, answer.text):
-            self._declared[reply.call] = "discarded"
             raise Refused(
                 502,
                 "the model failed in the midst of this answer and answered otherwise when it was asked "
@@ -362,13 +393,19 @@ class Session:
         sent: Message = {"role": "assistant", "content": answer.text, "tool_calls": tools, THOUGHT: answer.reasoning}
         self._answered[name] = reply.call, request.instructions, sent
         self._places |= {call["id"]: k for k, call in enumerate(tools)}
-        echo = _Sent(_echo_key(sent), *place, thought, tools, call.reply)
-        self._sent.setdefault(echo[:2], []).append(echo)
-        self._latest[echo[:3]] = echo
+        echo = _Sent(name, _echo_key(sent), *place, thought, tools, call.reply)
+        self._sent.setdefault(echo[1:3], []).append(echo)
+        if self._first.setdefault(echo[1:4], echo).id in self.undelivered:
+            self._first[echo[1:4]] = echo
+        self.undelivered.add(name)
         if tools:
             self._called.setdefault(tools[0]["id"], []).append(echo)
-        # The exchange is recorded even if the answer is refused below, because its tokens were sampled.
-        asked = "\n".join(f"{message['role']}: {_short(text_of(message))}" for message in call.messages)
+        # The exchange is recorded even if the answer is refused below, because its tokens were sampled. It shows what
+        # the request added to the last answer. `call.messages` has less if an equal request was answered before.
+        messages = self._record.call_messages(call)
+        added = next((k for k in range(len(messages), 0, -1) if messages[k - 1] in self._replies), 0)
+        asked = "\n".join(f"{message['role']}: {_short(text_of(message))}" for message in messages[added:])
+        self._replies.append(call.reply)
         answered = call.text or json.dumps(call.tool_calls or "")
         exchange = Exchange(asked=_short(asked), answered=_short(answered))
         self._llm.read_from(exchange, reply.call)
@@ -396,8 +433,11 @@ class Session:
             asking.cancel()
         if self._asking:
             await asyncio.wait(self._asking)
+        if self._embeddings is not None:
+            await self._embeddings.close()
         if self.broken is None:
-            for label in label_calls(self._record, self._declared):
+            undelivered = {self._answered[id][0] for id in self.undelivered}
+            for label in label_calls(self._record, self._declared, undelivered=undelivered):
                 self._llm.recorder.add_layer(label)
 
     @property
@@ -407,6 +447,9 @@ class Session:
     async def _messages(self, request: Asked) -> tuple[list[Message], str]:
         """Return the messages of the prompt, and the name of their conversation."""
         asked = await self._with_pictures(self._continued(request))
+        if asked[-1]["role"] == "assistant":
+            why = "the last message is the assistant's, and an answer that the client has begun can't be continued here"
+            raise Refused(400, f"messages: {why}; end with a message of the user or of a tool", param="messages")
         asked = [{**one, "role": "system"} if one["role"] == "developer" else one for one in asked]
         conversation = _conversation(asked)
         return self._recorded(asked, conversation), conversation
@@ -489,9 +532,9 @@ class Session:
     ) -> _Sent | None:
         """Return the sent answer that a message repeats, or None. `ids` are those of its calls, and `before` is the
         number of messages before it that repeat an equal answer."""
-        latest = self._latest.get((key, conversation, place))
-        if latest and thought in ("", latest.thought) and (not ids or ids[0] == latest.calls[0]["id"]):
-            return latest
+        first = self._first.get((key, conversation, place))
+        if first and thought in ("", first.thought) and (not ids or ids[0] == first.calls[0]["id"]):
+            return first
         by_id = [one for one in self._called.get(ids[0], ()) if key in (one.key, ("", one.key[1]))] if ids else []
         for some in (by_id, self._sent.get((key, conversation), ())):
             if answers := [one for one in some if thought in ("", one.thought)]:
@@ -535,9 +578,14 @@ class Session:
         own = self._llm.sampling
         asked: dict[str, Any] = {}
         if self._follow:
-            asked = {name: value for name in ("temperature", "top_p") if (value := getattr(request, name)) is not None}
-        if request.stop:
-            asked["extra"] = {**own.extra, "stop": list(request.stop)}
+            names = ("temperature", "top_p", "top_k")
+            asked = {name: value for name in names if (value := getattr(request, name)) is not None}
+        extra = {
+            **(request.penalties if self._follow else {}),
+            **({"stop": list(request.stop)} if request.stop else {}),
+        }
+        if extra:
+            asked["extra"] = {**own.extra, **extra}
         sampling = own.model_copy(update=asked) if asked else own
         if own.exact and not sampling.exact:
             _warn_once(f"{UNUSABLE}: {sampling.inexact}, or let the gateway's follow be false")

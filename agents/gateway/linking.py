@@ -9,12 +9,11 @@ labels:
     auxiliary  The system messages or tools differ from the most common ones, as in summaries, titles and helper agents.
                A call that continues an agent's conversation without its tools, or with other tools, still counts as
                that agent's call.
-    discarded  One of three things happened. A retry: the same prompt was asked again, and this answer was never
-               continued. An abandoned branch: the program returned to an earlier answer and continued there.
-               Or the client disconnected.
-    agent      All other calls.
+    discarded  No client received the answer, so the program may have asked again (a retry), and nothing continues it.
+               Or an abandoned branch: the program returned to an earlier answer and continued there.
+    agent      All other calls. If the same prompt was asked several times, each answer that arrived is a sample.
 
-Concurrent requests are neither retries of each other nor abandoned branches.
+Concurrent requests aren't abandoned branches of each other.
 """
 
 from __future__ import annotations
@@ -23,13 +22,14 @@ import hashlib
 import json
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Literal
 
 from ...tapes import Call, Tape
 from ...tapes.places import Place, keys
-from ...tapes.records import Label
+from ...tapes.records import Label, Reason
 
 Use = Literal["agent", "auxiliary", "discarded"]
 """The role of a call in training. `agent` calls are the agent's own."""
@@ -43,16 +43,17 @@ class _Node:
     call: Call
     place: int
     """Position in the order of recording."""
-    identity: tuple[str, str | None]
+    arrived: bool
+    """Whether a client received the answer."""
+    identity: tuple[str, str | None] = "", None
     """System messages and tools of the conversation's first call (see `_identity`)."""
-    asked: str
+    asked: str = ""
     """Digest or text of the prompt after the parent's tokens. Two calls with the same parent and equal `asked` have the
     same prompt."""
-    started: float
-    """When the request was sent. This is the time of the record minus the durations of all attempts."""
     parent: _Node | None = None
     children: list[_Node] = field(default_factory=list)
     use: Use = "agent"
+    reason: Reason | None = None
 
     def __iter__(self) -> Iterator[_Node]:
         """Yield this call and all calls that continue it."""
@@ -63,24 +64,37 @@ class _Node:
             left += node.children
 
     @property
+    def started(self) -> float:
+        """When the request was sent. This is the time of the record minus the durations of all attempts."""
+        return self.call.at - sum(attempt.seconds for attempt in self.call.attempts)
+
+    @property
     def ended(self) -> float:
         """When the last answer in this subtree was recorded."""
         return max(node.call.at for node in self)
 
-    def mark(self, use: Use) -> None:
-        """Set the label of this call and of all calls that continue it."""
+    @property
+    def answer(self) -> bytes:
+        """The answer's tokens, or its text without tokens."""
+        return self.call.completion.tobytes() if self.call.completion else (self.call.text or "").encode()
+
+    def discard(self, reason: Reason) -> None:
+        """Label this call and all calls that continue it as discarded."""
         for node in self:
-            node.use = use
+            node.use, node.reason = "discarded", reason
 
 
-def label_calls(tape: Tape, own: Mapping[str, Use] | None = None) -> list[Label]:
+def label_calls(
+    tape: Tape, own: Mapping[str, Use] | None = None, *, undelivered: Container[str] = frozenset()
+) -> list[Label]:
     """Return the labels of a program's calls.
 
     An `agent` call gets a label only if its parent differs from the recorded one. `own` has the labels that the program
-    itself gave, by call. They override the labels that are found here.
+    itself gave, by call. They override the labels that are found here, except for answers that no client received.
+    `undelivered` has the calls of these answers. A cancelled call is one of them in any case.
     """
     nodes = {
-        call.call: _Node(call, k, ("", None), "", call.at - sum(a.seconds for a in call.attempts))
+        call.call: _Node(call, k, call.finish != "cancelled" and call.call not in undelivered)
         for k, call in enumerate(tape.calls)
         if call.engine != "authored" and call.finish != "error" and (call.completion or call.text)
     }
@@ -90,9 +104,11 @@ def label_calls(tape: Tape, own: Mapping[str, Use] | None = None) -> list[Label]
     own = own or {}
     labels = []
     for name, node in nodes.items():
-        use = own.get(name, node.use)
+        use, reason = node.use, node.reason
+        if name in own and reason != "undelivered":
+            use, reason = own[name], None if own[name] == "agent" else "declared"
         if use != "agent" or name in late:
-            labels.append(Label(tape=tape.id, call=name, use=use, after=late.get(name)))
+            labels.append(Label(tape=tape.id, call=name, use=use, after=late.get(name), reason=reason))
     return labels
 
 
@@ -177,40 +193,39 @@ def _find_parents(tape: Tape, nodes: dict[str, _Node], roots: list[_Node], late:
     Comparing text isn't enough. Different ids can decode to the same text, and training needs the sampled ids.
     """
     with_ids = [node for node in nodes.values() if node.call.prompt is not None]
-    known: dict[int, dict[str, _Node]] = defaultdict(dict)
-    """Calls by their number of tokens, and then by the digest of these tokens. If several calls have the same
-    tokens, the last one counts."""
+    known: dict[int, dict[str, list[_Node]]] = defaultdict(lambda: defaultdict(list))
+    """Calls by their number of tokens, and then by the digest of these tokens."""
     for node in with_ids:
         whole = tape.call_prompt(node.call) + (node.call.completion or array("i"))
-        known[len(whole)][_digest(whole, tape.call_places(node.call))] = node
+        known[len(whole)][_digest(whole, tape.call_places(node.call))].append(node)
     for root in roots:
         if root.call.prompt is None:
             continue
         prompt, places = tape.call_prompt(root.call), tape.call_places(root.call)
         found = (known[n].get(_digest(prompt, places, end=n)) for n in sorted(known, reverse=True) if n <= len(prompt))
-        parent = next((node for node in found if node is not None), None)
-        if parent is not None:
+        if same := next(filter(None, found), None):
+            # The tokens don't show which of several equal answers the program continued, so each gets its share.
+            parent = max(same, key=lambda node: (node.arrived, -len(node.children), node.place))
             length = tape.log.prompt_length(parent.call) + len(parent.call.completion or ())
             _adopt(parent, root, _digest(prompt, places, length))
             late[root.call.call] = parent.call.call
 
 
 def _merge(nodes: dict[str, _Node], late: dict[str, str]) -> None:
-    """If several calls have the same prompt and answer, make the last one the parent of all their continuations.
+    """If no client received an answer, and a retry got an equal one, move the continuations to the retry's answer.
 
-    The tokens don't show which of these calls the program continued. With the last one as the only parent, the others
-    have no continuation and count as retries. Otherwise the same tokens would be trained on several times.
+    The tokens don't show which of the two the program continued, but it can't have been the one that never arrived.
     """
     levels = [[node for node in nodes.values() if node.parent is None]]
     while levels:
         siblings = levels.pop()
-        for family in _families(siblings):
-            last: dict[bytes, _Node] = {}
-            for node in sorted(family, key=lambda node: -node.place):
-                answer = node.call.completion.tobytes() if node.call.completion else (node.call.text or "").encode()
-                into = last.setdefault(answer, node)
-                if into is not node:
-                    _move(node, into, late)
+        arrived = {
+            (node.asked, node.answer): node for node in sorted(siblings, key=attrgetter("place")) if node.arrived
+        }
+        for node in siblings:
+            into = arrived.get((node.asked, node.answer))
+            if into is not None and not node.arrived:
+                _move(node, into, late)
         levels += [node.children for node in siblings if node.children]
 
 
@@ -225,52 +240,24 @@ def _move(node: _Node, into: _Node, late: dict[str, str]) -> None:
 
 def _judge(nodes: dict[str, _Node]) -> None:
     """Set the label of every call. A discarded call stays discarded, whatever its system messages are."""
-    roots = [node for node in nodes.values() if node.parent is None]
     said = Counter(node.identity for node in nodes.values())
     main = max(said, key=said.__getitem__, default=None)
-    for family in _families(roots):
-        _retries(family)
     for node in nodes.values():
-        for family in _families(node.children):
-            _retries(family)
         _branches(node.children)
-        if node.call.finish == "cancelled" and not node.children:
-            node.use = "discarded"
+        if not node.arrived and not node.children:
+            node.discard("undelivered")
     for node in nodes.values():
         if node.identity != main and node.use == "agent":
             node.use = "auxiliary"
 
 
-def _families(nodes: list[_Node]) -> list[list[_Node]]:
-    """Return the groups of at least two siblings with the same prompt."""
-    found: dict[str, list[_Node]] = defaultdict(list)
-    for node in nodes:
-        found[node.asked].append(node)
-    return [family for family in found.values() if len(family) > 1]
-
-
-def _retries(family: list[_Node]) -> None:
-    """Discard the answers in a family that the program didn't use.
-
-    If the program continued any answer, the answers without a continuation are discarded. Otherwise the last call is
-    kept, and the calls that were answered before it started are discarded. Any other call was concurrent, and
-    concurrent calls aren't retries.
-    """
-    if any(node.children for node in family):
-        left = [node for node in family if not node.children]
-    else:
-        last = max(family, key=lambda node: node.place)
-        left = [node for node in family if node is not last and node.call.at <= last.started]
-    for node in left:
-        node.mark("discarded")
-
-
 def _branches(children: list[_Node]) -> None:
     """Discard abandoned branches. A branch is abandoned if, after its last answer, the program continued the parent
     call in another way."""
-    if len(children) < 2:
+    children = [node for node in children if node.arrived or node.children]
+    if not children:
         return
     last = max(children, key=lambda node: node.started)
     for node in children:
         if node is not last and node.asked != last.asked and node.ended <= last.started:
-            node.mark("discarded")
+            node.discard("abandoned")

@@ -34,6 +34,7 @@ from .dialect import (
     Schema,
     StopString,
     Temperature,
+    TopK,
     TopP,
     check_pictures,
     content_of,
@@ -260,6 +261,7 @@ class _Request(BaseModel):
     stop_sequences: Annotated[list[StopString], Field(max_length=64)] = []
     temperature: Temperature | None = None
     top_p: TopP | None = None
+    top_k: TopK | None = None
     context_management: _Edits | None = None
     output_config: _Output | None = None
     stream: Flag = False
@@ -293,6 +295,7 @@ def read(data: Mapping[str, JsonValue]) -> Asked:
         parallel_tool_calls=not choice.disable_parallel_tool_use,
         temperature=found.temperature,
         top_p=found.top_p,
+        top_k=found.top_k,
         max_tokens=found.max_tokens,
         stop=found.stop_sequences,
         stream=found.stream,

@@ -82,7 +82,8 @@ class Program(Agent):
     When the command ends, all processes that remain in its process session are killed. On Linux, processes with its key
     in their environment are killed too. A process that left the session and dropped the key survives.
 
-    With `follow=False`, temperature and top_p come from the run and not from the program's requests.
+    With `follow=False`, temperature and top_p come from the run and not from the program's requests. `embeddings` is
+    the address of a server that makes embeddings. It gets the key in OPENAI_API_KEY of this process.
     """
 
     patience = 10.0
@@ -93,6 +94,7 @@ class Program(Agent):
         *,
         name: str = "program",
         follow: bool = True,
+        embeddings: str | None = None,
         gateway: Gateway | None = None,
     ) -> None:
         """`gateway` is a gateway that is already being served. By default, all programs in an event loop share one.
@@ -106,10 +108,11 @@ class Program(Agent):
         self.name = name
         self.program = program if callable(program) else tuple(program)
         self.follow = follow
+        self.embeddings = embeddings
         self._gateway = gateway
 
     async def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
-        session = Session(tape, llm, follow=self.follow)
+        session = Session(tape, llm, follow=self.follow, embeddings=self.embeddings)
         serving = contextlib.AsyncExitStack()
         gateway = self._gateway or await serving.enter_async_context(_shared())
         key = gateway.open(session)

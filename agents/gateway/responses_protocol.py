@@ -62,7 +62,7 @@ else: an answer is remembered as long as its tape is open."""
 _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "background": (False,),
     "top_logprobs": (0,),
-    "truncation": ("disabled",),
+    "truncation": ("disabled", "auto"),  # a prompt that is too long is an error with both
 }
 """Fields that are accepted only with these values."""
 _LOGPROBS = "message.output_text.logprobs"
@@ -291,6 +291,7 @@ def read(data: Mapping[str, JsonValue]) -> Asked:
                 "text": {"format": {"type": "text"}, **(text if isinstance(text := left.get("text"), dict) else {})},
                 "tool_choice": left.get("tool_choice", "auto"),
                 "tools": [tool.model_dump() for tool in found.tools if not isinstance(tool, Hosted)],
+                "truncation": data.get("truncation") or "disabled",
             },
         },
     )
@@ -400,7 +401,6 @@ def _response(asked: Asked, id: str, created: int) -> dict[str, object]:
         "reasoning": {"effort": None, "summary": None},
         "temperature": asked.temperature,
         "top_p": asked.top_p,
-        "truncation": "disabled",
         "usage": None,
         **repeated,
     }

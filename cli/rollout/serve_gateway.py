@@ -29,6 +29,7 @@ VARIABLE = "TAPEREEL_GATEWAY_TOKEN"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--model", metavar="DIR", help="folder of a model and tokenizer in Hugging Face format")
+    parser.add_argument("--embeddings", metavar="URL", help="a server that makes embeddings, for requests for them")
     add_server_arguments(parser, key="--token", made=f"the value of {VARIABLE}, or a new token that is printed")
     add_out_arguments(parser)
     add_config_arguments(parser)
@@ -36,7 +37,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a stop signal."""
-    config = load_config(GatewayConfig, args.config, [*engine_settings(args), *args.sets])
+    embeddings = [("embeddings", args.embeddings, "--embeddings")] if args.embeddings is not None else []
+    config = load_config(GatewayConfig, args.config, [*engine_settings(args), *embeddings, *args.sets])
     if args.dry_run:
         answer(args, config, dump_config(config))
         return Exit.HOLDS

@@ -126,3 +126,11 @@ def test_what_makes_no_sense_is_refused(
     assert "guess-me" not in capsys.readouterr().err
     assert main([*words, "--dry-run"]) == 0
     assert not (tmp_path / "run").exists()
+
+
+def test_the_address_of_embeddings_is_a_setting(capsys: pytest.CaptureFixture[str]):
+    words = ["serve", "gateway", "--set", 'engine.answers=["x"]', "--out", "x", "--dry-run", "--json", "--embeddings"]
+    assert main([*words, "http://localhost:1/v1"]) == 0
+    assert json.loads(capsys.readouterr().out)["embeddings"] == "http://localhost:1/v1"
+    assert main([*words, "localhost:1"]) == 64
+    assert "--embeddings" in capsys.readouterr().err

@@ -12,6 +12,8 @@ import pytest
 from tapereel.agents.gateway import label_calls
 from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Tape
+from tapereel.tapes.steps import Exchange
+from tapereel.tapes.store.books import spent
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
 
@@ -56,16 +58,90 @@ def trained(tape: Tape) -> list[list[str]]:
     return [[tape.call(call).text or "" for call in row.calls] for row in rows(tape)]
 
 
-def test_a_retry_is_discarded_and_what_went_on_is_one_row(tmp_path: Path):
+@pytest.mark.parametrize("ids", [True, False])
+def test_equal_prompts_are_samples_and_each_answer_is_trained_once(tmp_path: Path, ids: bool):
+    """One of three equal answers goes on, as in best of n, and its continuation is asked twice."""
+
     async def program(ask: Client) -> None:
+        answers = [said(await ask.ask("a")) for _ in range(3)]
+        await ask.ask("a", answers[0], "b")
+        await ask.ask("a", answers[0], "b")
+
+    tape = play(tmp_path, program, Told(lambda messages: f"re {messages[-1]['content']}", ids=ids))
+    assert tape.layers == []
+    shown = [step.asked for step in tape if isinstance(step, Exchange)]
+    assert shown == ["user: a"] * 3 + ["user: b"] * 2
+    if ids:
+        assert sorted(trained(tape)) == [["re a"], ["re a", "re b"], ["re a", "re b"]]
+
+
+def test_equal_answers_that_all_go_on_are_no_abandoned_branches(tmp_path: Path):
+    async def program(ask: Client) -> None:
+        answers = [said(await ask.ask("a")) for _ in range(3)]
+        for k, answer in enumerate(answers):
+            await ask.ask("a", answer, f"b{k}")
+
+    tape = play(tmp_path, program, Told())
+    assert set(uses(tape).values()) == {"agent"}
+    assert sorted(map(len, trained(tape))) == [2, 2, 2]
+
+
+def test_an_answer_that_no_client_received_is_discarded_unless_it_goes_on(tmp_path: Path):
+    async def program(ask: Client) -> None:
+        first = said(await ask.ask("a"))
         await ask.ask("a")
-        second = said(await ask.ask("a"))
-        await ask.ask("a", second, "b")
-        await ask.ask("a", second, "b")
+        await ask.ask("a", first, "b")
+        await ask.ask("a", first, "c")
+
+    tape = play(tmp_path, program, Told(lambda messages: f"re {messages[-1]['content']}"))
+    first, second, b, c = (call.call for call in tape.calls)
+
+    def labels(*lost: str, **own: Any) -> dict[str, tuple[Any, ...]]:
+        found = label_calls(tape, own, undelivered=lost)
+        return {label.call: (label.use, label.reason, label.after) for label in found}
+
+    assert labels() == {}
+    assert labels(b) == labels(b, **{b: "agent"}) == {b: ("discarded", "undelivered", None)}
+    bases = {tape.call(call).base for call in (b, c)}
+    assert bases == {first, second}
+    # Of the two equal answers, the program continued the one that arrived, twice.
+    lost = labels(first)
+    assert lost[first] == ("discarded", "undelivered", None)
+    assert sorted(after for _, _, after in lost.values() if after) == [second]
+    # If neither arrived, the program got their text in another way, perhaps in the part that did.
+    assert labels(first, second) == {}
+
+
+def test_a_request_that_was_given_up_abandons_no_branch(tmp_path: Path):
+    engine = Told()
+
+    async def program(ask: Client) -> None:
+        root = said(await ask.ask("a"))
+        await ask.ask("a", root, "b")
+        engine.gate.clear()
+        asking = asyncio.ensure_future(ask.ask("a", root, "c"))
+        await until(lambda: len(engine.requests) == 3)
+        asking.cancel()
+        await asyncio.wait([asking])
+
+    assert uses(play(tmp_path, program, engine)) == {"0 a": "agent", "1 b": "agent", "2 c": "discarded"}
+
+
+def test_the_books_say_how_many_tokens_are_left_out_and_why(tmp_path: Path):
+    async def program(ask: Client) -> None:
+        body = {"model": "m", "messages": [{"role": "user", "content": "draft"}]}
+        await ask("POST", "/v1/chat/completions", body, X_Tapereel_Use="discarded")
+        root = said(await ask.ask("a"))
+        await ask.ask("a", root, "wrong")
+        await ask.ask("a", root, "right")
+        await ask.ask({"role": "system", "content": "make a title"}, "title")
 
     tape = play(tmp_path, program)
-    assert uses(tape) == {"0 a": "discarded", "1 a": "agent", "2 b": "discarded", "3 b": "agent"}
-    assert trained(tape) == [["re a", "re b"]]
+    tokens = [len(call.completion or ()) for call in tape.calls]
+    counts = books_close(tmp_path).counts
+    left = {name.removeprefix("left_out/"): n for name, n in counts.items() if name.startswith("left_out/")}
+    assert left == {"declared": tokens[0], "abandoned": tokens[2], "auxiliary": tokens[4]}
+    assert f"{sum(left.values())} of these" in spent(counts)
 
 
 def test_answers_to_the_same_question_asked_at_once_are_all_the_agents(tmp_path: Path):

@@ -342,8 +342,12 @@ def test_a_client_that_does_not_read_a_whole_answer_is_let_go_and_its_call_stays
             return there.tape(slow)
 
     with caplog.at_level("INFO", logger="tapereel.gateway"):
-        (call,) = asked(asyncio.run(scene()))
+        tape = asyncio.run(scene())
+    (call,) = asked(tape)
     assert (call.finish, call.text) == ("stop", long)
+    assert [(label.call, label.use, label.reason) for label in tape.layers] == [  # type: ignore[attr-defined]
+        (call.call, "discarded", "undelivered")
+    ]
     books_close(tmp_path)
 
 

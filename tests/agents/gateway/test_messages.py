@@ -165,7 +165,7 @@ def test_a_tool_that_anthropic_would_run_is_left_out():
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
-        ({"top_k": 5}, "top_k"),
+        ({"top_k": 0}, "top_k"),
         ({"mcp_servers": [{"type": "url", "url": "https://x", "name": "x"}]}, "mcp_servers"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"temperature": True}, "temperature"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from tapereel.agents.gateway import Endpoint, Program
 from tapereel.agents.replay.replayer import replay
 from tapereel.tapes import Status, StoreFailed, Tape
 from tapereel.tapes.journal import Durability
+from tapereel.tapes.steps import Exchange
 
 from ...toy_envs import Echo
 from .lab import RENDERER, SHORT, Told, embedded, until
@@ -61,6 +63,61 @@ def test_a_function_is_recorded_and_replayed_down_to_the_tokens():
         verdict = asyncio.run(replay(tape, Program(again), renderer=RENDERER))
         assert (verdict.outcome == "verified") == (again is chat), verdict
     assert verdict.divergence is not None
+
+
+class Voter:
+    """Asks one question as often as `order` has numbers, at once, and asks back each answer. The requests start in the
+    order of these numbers. The first asker's answers are the program's."""
+
+    def __init__(self, *order: int, back: str = "sure?") -> None:
+        self.order, self.back = order, back
+
+    async def __call__(self, task: str, endpoint: Endpoint) -> str:
+        async with AsyncOpenAI(**endpoint._asdict(), max_retries=0) as client:
+
+            async def one(place: int) -> str:
+                messages: list[Any] = [{"role": "user", "content": task}]
+                for text in (self.back, None):
+                    await asyncio.sleep(0.05 * place)
+                    reply = await client.chat.completions.create(model="m", messages=messages)
+                    said = reply.choices[0].message.content or ""
+                    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": text}]
+                return messages[1]["content"] + messages[3]["content"]
+
+            return (await asyncio.gather(*map(one, self.order)))[0]
+
+
+def test_equal_requests_at_once_are_replayed_whoever_asks_first():
+    def answers(messages: list[Any]) -> str:
+        asked = len(engine.requests)
+        return f"say {asked}" if len(messages) == 1 else f"{messages[1]['content']} again"
+
+    engine = Told(answers)
+    tape = rolled(Voter(0, 1, 2), engine)
+    assert str(tape[-1]) == "say 1say 1 again"
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+        verdict = asyncio.run(replay(tape, Program(Voter(*order)), renderer=RENDERER))
+        assert verdict.outcome == "verified", verdict
+        assert verdict.checked == {"calls": 6, "prompts": 6, "steps": 7}
+    fewer = Program(Voter(0, 1))
+    fewer.patience = 0.5
+    assert asyncio.run(replay(tape, fewer, renderer=RENDERER)).outcome == "diverged"
+    changed = asyncio.run(replay(tape, Program(Voter(0, 1, 2, back="really?")), renderer=RENDERER)).divergence
+    assert changed is not None
+    assert (changed.field, changed.recorded, changed.observed) == ("messages[2].content", "sure?", "really?")
+
+
+def test_an_exchange_of_an_earlier_version_that_shows_less_is_verified():
+    async def twice(task: str, endpoint: Endpoint) -> str:
+        return await chat("a", endpoint) + await chat("a", endpoint)
+
+    tape = rolled(twice)
+    whole, shown = tape.model_dump_json(), '{"asked":"user: a","answered"'
+    assert whole.count(shown) == 2
+    earlier = shown.replace("user: a", "").join(whole.rsplit(shown, 1))
+    old = Tape.of(json.dumps(record).encode() for record in json.loads(earlier)["records"])
+    assert [step.asked for step in old if isinstance(step, Exchange)] == ["user: a", ""]
+    assert asyncio.run(replay(old, Program(twice), renderer=RENDERER)).outcome == "verified"
 
 
 def test_a_replay_says_where_a_program_asks_something_else():

@@ -64,6 +64,23 @@ def test_what_clients_send_is_read():
     assert read(stop=None, seed=None, temperature=None).temperature is None
 
 
+def test_settings_that_rl_cannot_use_are_read_if_they_change_anything():
+    found = read(top_k=5, frequency_penalty=0.3, presence_penalty=0.0, min_p=0.1, repetition_penalty=1)
+    assert (found.top_k, found.penalties) == (5, {"frequency_penalty": 0.3, "min_p": 0.1})
+    found = messages_protocol.read({"max_tokens": 9, "messages": [USER], "top_k": 5})
+    assert (found.top_k, found.penalties) == (5, {})
+
+
+def test_a_call_in_the_old_form_stays_in_the_conversation():
+    call = {"name": "add", "arguments": "{}"}
+    sent = [{"role": "assistant", "content": None, "function_call": call}, {"role": "function", "name": "add"}]
+    made = {"id": "add", "type": "function", "function": call}
+    assert read(messages=[USER, *sent, USER]).messages[1:3] == [
+        {"role": "assistant", "content": "", "tool_calls": [made]},
+        {"role": "tool", "content": "", "tool_call_id": "add"},
+    ]
+
+
 FUNCTION = {"name": "add", "description": None, "parameters": {"type": "object", "default": None}, "strict": None}
 CHAT: Any = {
     "messages": [
@@ -136,7 +153,10 @@ def test_messages_become_plain():
     ("fields", "param"),
     [
         ({"n": 2}, "n"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"min_p": 2}, "min_p"),
+        ({"top_k": 1.5}, "top_k"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -107,7 +107,7 @@ def test_fields_are_honoured_or_mean_nothing():
         text={"format": {"type": "text"}, "verbosity": "low"},
         store=False,
         metadata={"a": "b"},
-        truncation="disabled",
+        truncation="auto",
         tool_choice="auto",
         prompt_cache_key="k",
         user="u",
@@ -198,7 +198,7 @@ def test_a_call_next_to_a_reference_belongs_to_the_answer_unless_its_id_is_of_an
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice"),
         ({"text": {"format": {"type": "grammar"}}}, "text"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "some"}, "truncation"),
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
@@ -385,7 +385,8 @@ def test_what_is_sent_next_to_a_reference_counts(tmp_path: Path):
                     for item in (one, two)
                     if item["id"] in [sent["id"] for sent in items]
                 ]
-                await post(client, input=[{"role": "user", "content": "go"}, *items, *results], tools=[TOOL])
+                go, on = ({"role": "user", "content": text} for text in ("go", "on"))
+                await post(client, input=[go, *items, *results, on], tools=[TOOL])
             refused = await post(client, input=[{"type": "item_reference", "id": f"{one['id']}9"}])
             await there.end(tape)
             return there.tape(tape), refused
