@@ -143,15 +143,17 @@ def read_tool_calls(
 ) -> CallsRead:
     """Return the function calls in a model's answer, in the formats of Hermes, Qwen and Llama 3.
 
-    `tools` has the names or schemas of the offered tools. A JSON object after a mark such as `<tool_call>` is always a
-    call. Without a mark, it is a call only if it names an offered tool. `native` has the calls that the engine itself
-    has parsed, in the chat format. If there are any, the text isn't read. `thinking` is true if the answer begins
-    inside a thought that the prompt has opened. `cut` is true if the answer was cut off. Then it has no calls.
+    `tools` has the names or schemas of the offered tools. A JSON object after a mark such as `<tool_call>` is a call of
+    one of them, or a problem. Without a mark, it is text unless it names an offered tool. If `tools` is empty, each
+    object after a mark is a call. `native` has the calls that the engine itself has parsed, in the chat format. If
+    there are any, the text isn't read. `thinking` is true if the answer begins inside a thought that the prompt has
+    opened. `cut` is true if the answer was cut off. Then it has no calls.
     """
     if native:
         return read_calls(text, [], [_native_call(call) for call in native], [], cut=cut)
-    written, thoughts = _find(text, tool_names(tools), thinking)
-    return read_calls(text, written, [_written_call(one.body) for one in written], thoughts, cut=cut)
+    names = tool_names(tools)
+    written, thoughts = _find(text, names, thinking)
+    return read_calls(text, written, [_written_call(one.body, names) for one in written], thoughts, cut=cut)
 
 
 class HermesReader:
@@ -365,15 +367,16 @@ def _native_call(call: Mapping[str, JsonValue]) -> tuple[Message | None, str]:
         return None, str(error)
 
 
-def _written_call(body: str) -> tuple[Message | None, str]:
+def _written_call(body: str, names: Collection[str]) -> tuple[Message | None, str]:
     """Return (call, fault) for a call in the answer's text. `call` is in the chat format, or None if it has no name.
-    `fault` is "" if the call is valid."""
+    `fault` is "" if the call is valid and `names` has its tool or is empty."""
     try:
         try:
             value = read_plain(body)
         except ValueError as error:
             raise ValueError(f"The call is not valid JSON: {error}.") from None
-        return chat_call(*_parts(value)), ""
+        name, arguments = _parts(value)
+        return chat_call(name, arguments), f"There is no tool {name!r}." if names and name not in names else ""
     except ValueError as error:
         # The text after the call's name is kept as it is. A program that gets the call can't read this text either, and
         # will say so to the model.
