@@ -166,10 +166,14 @@ class Renderer:
         self._codec = Codec(tokenizer, template_text(tokenizer), special_text=special_text)
         self._template = Template(tokenizer, self._codec, template_kwargs or {}, end_tokens)
         self.reader: CallReader = choose_reader(
-            response_template, getattr(tokenizer, "response_template", None), template_text(tokenizer)
+            response_template,
+            getattr(tokenizer, "response_template", None),
+            template_text(tokenizer),
+            self._codec.control,
+            raw=self._template.writes_raw,
         )
         """Reads calls and thoughts in the model's answers."""
-        self.format = format_of(template_text(tokenizer))
+        self.format = format_of(template_text(tokenizer), self._codec.control)
         """How the model's family writes calls and content."""
         self.pictures = pictures
         """Knows the model's tokens for pictures and videos. None if the model can't read pictures."""

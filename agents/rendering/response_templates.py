@@ -8,12 +8,12 @@ then here. `FORMATS` is searched for the first format whose marks are all in the
 The keys of a response template are described in transformers' documentation ("Response parsing"). Tapereel reads the
 fields `tool_calls` and `content`, and every other text field is a thought. The patterns are those of the package
 `regex`. `\\G` in a pattern matches at the end of the region before. If content has no closing mark here, it ends with
-the answer.
+the answer. A group `string` in a `tag_pattern` matches if the format says that the value is text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,15 +52,16 @@ def _thinking(anchor: str, calls: Mapping[str, Any], think: Mapping[str, Any] = 
     }
 
 
-def _tagged(opens: str, closes: str, tag: str, parser: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the field for calls with one tag for each argument. `parser` reads the values. None keeps them as text,
-    and the types in the tool's schema decide."""
+def _tagged(opens: str, closes: str, begin: str, rest: str = "") -> dict[str, Any]:
+    """Return the field for calls with one tag for each argument, whose values are text. The pattern of a tag is `begin`
+    and `rest`. A tag ends only where another one or the end of the call follows, because a value may contain the mark
+    that ends it."""
     return {
         "open_pattern": opens,
         "close_pattern": closes,
         "repeats": True,
         "content": "xml-inline",
-        "content_args": {"tag_pattern": tag, **({"value_parser": parser} if parser else {})},
+        "content_args": {"tag_pattern": rf"{begin}{rest}(?=\s*(?:{begin}|{closes}))"},
         "transform": _NAMED,
     }
 
@@ -87,25 +88,28 @@ def _list(opens: str, closes: str, name: str = "name", arguments: str = "argumen
     }
 
 
-_NAME = r"(?P<name>[A-Za-z_][\w.]*)\("
+_WORD = r"[^\s()\[\]{}=,'\"<>]+"
+"""Matches a name, which need not be one in Python. Those of MCP servers have dashes."""
+_NAME = rf"(?P<name>{_WORD})\("
+_NEXT = rf"\)(?=\s*,\s*{_WORD}\()"
+"""Ends a call in a list that has another one."""
 
 
 def _python(opens: str, closes: str) -> dict[str, Any]:
     """Return the field for calls in Python's syntax. Each call is a region of its own, and `closes` ends it."""
-    return _tagged(
-        f"{opens}{_NAME}",
-        closes,
-        rf"(?P<key>\w+)=(?P<value>{_STRING}|{_NESTED}|[-+.\w]+)(?=\s*[,)])",
-        {"name": "json", "args": {"string_delims": [["'", "'"]], "allow_non_json": True}},
-    )
+    tag = rf"(?P<key>{_WORD})=(?P<value>{_STRING}|{_NESTED}|[-+.\w]+)(?=\s*(?:,\s*(?:{_WORD}=|\))|\)))"
+    parser = {"name": "json", "args": {"string_delims": [["'", "'"]], "allow_non_json": True}}
+    return _tagged(f"{opens}{_NAME}", closes, tag) | {"content_args": {"tag_pattern": tag, "value_parser": parser}}
 
 
-def _xml(mark: str) -> dict[str, Any]:
-    """Return the field for calls with tags such as `<parameter=key>` in an element called `mark`."""
+def _xml(mark: str, line: str) -> dict[str, Any]:
+    """Return the field for calls with tags such as `<parameter=key>` in an element called `mark`. `line` matches what
+    the family writes around a value."""
     return _tagged(
         rf"<{mark}>\s*<function=(?P<name>[^\n<>]+)>",
         rf"(?:</function>\s*)?</{mark}>",
-        r"<parameter=(?P<key>[^\n<>]+)>\n?(?P<value>.*?)\n?</parameter>",
+        "<parameter=",
+        rf"(?P<key>[^\n<>]+)>{line}(?P<value>.*?){line}</parameter>",
     )
 
 
@@ -113,13 +117,13 @@ FORMATS: dict[str, Format] = {
     # Qwen3-Coder, Qwen 3.5, 3.6 and 3.8, Nemotron 3
     "qwen3_coder": Format(
         ("<tool_call>", "<function=", "<parameter="),
-        _thinking("<|im_start|>assistant\n", _xml("tool_call")),
+        _thinking("<|im_start|>assistant\n", _xml("tool_call", r"\n?")),
     ),
     "seed_oss": Format(
         ("<seed:tool_call>",),
         _thinking(
             "<seed:bos>assistant\n",
-            _xml("seed:tool_call"),
+            _xml("seed:tool_call", ""),
             {"open": "<seed:think>", "close": "</seed:think>", "content": "text"},
         ),
     ),
@@ -131,7 +135,8 @@ FORMATS: dict[str, Format] = {
             _tagged(
                 r"<tool_call>(?P<name>[^\s<>]+)\s*",
                 r"</tool_call>",
-                r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+                "<arg_key>",
+                r"(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
             ),
         ),
     ),
@@ -152,8 +157,8 @@ FORMATS: dict[str, Format] = {
                     "content": "text",
                 },
                 "tool_calls": _json(
-                    r"(?: to=functions\.(?P<name>[\w.-]+)<\|channel\|>(?:commentary|analysis)"
-                    r"|<\|channel\|>(?:commentary|analysis) to=functions\.(?P<name>[\w.-]+))"
+                    r"(?: to=functions\.(?P<name>[^\s<>]+)<\|channel\|>(?:commentary|analysis)"
+                    r"|<\|channel\|>(?:commentary|analysis) to=functions\.(?P<name>[^\s<>]+))"
                     r"(?: ?<\|constrain\|>)?(?: ?json)?<\|message\|>",
                     r"<\|call\|>(?:<\|start\|>assistant)?",
                 ),
@@ -166,7 +171,7 @@ FORMATS: dict[str, Format] = {
         _thinking(
             "<|im_middle|>",
             _json(
-                r"(?:<\|tool_calls_section_begin\|>)?<\|tool_call_begin\|>(?:functions\.)?(?P<name>[^\s:<>]+):\d+"
+                r"(?:<\|tool_calls_section_begin\|>)?<\|tool_call_begin\|>(?:functions\.)?(?P<name>[^\s<>]+):\d+"
                 r"<\|tool_call_argument_begin\|>",
                 r"<\|tool_call_end\|>(?:<\|tool_calls_section_end\|>)?",
             ),
@@ -174,6 +179,38 @@ FORMATS: dict[str, Format] = {
         call=(
             "<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>",
             "<|tool_call_end|><|tool_calls_section_end|>",
+        ),
+    ),
+    "kimi_k3": Format(
+        ("<|open|>", "<|close|>", "<|sep|>"),
+        {
+            "start_anchor": '<|open|>message role="assistant"<|sep|>',
+            "fields": {
+                "thinking": {"open": "<|open|>think<|sep|>", "close": "<|close|>think<|sep|>", "content": "text"},
+                "tool_calls": _tagged(
+                    r"(?:<\|open\|>tools<\|sep\|>)?"
+                    r"<\|open\|>call tool=\"(?P<name>[^\"&]+)\"(?: index=\"\d+\")?<\|sep\|>",
+                    r"<\|close\|>call<\|sep\|>(?:<\|close\|>tools<\|sep\|>)?",
+                    r"<\|open\|>argument key=\"",
+                    r"(?P<key>[^\"&]+)\" type=\"(?:(?P<string>string)|\w+)\"<\|sep\|>(?P<value>.*?)"
+                    r"<\|close\|>argument<\|sep\|>",
+                ),
+                "content": {"open": "<|open|>response<|sep|>", "close": "<|close|>response<|sep|>", "content": "text"},
+            },
+        },
+        content=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+    ),
+    # DeepSeek V3.2 and V4
+    "deepseek_v32": Format(
+        ("｜DSML｜",),
+        _thinking(
+            "<｜Assistant｜>",
+            _tagged(
+                r"(?:<｜DSML｜(?:function|tool)_calls>\s*)?<｜DSML｜invoke name=\"(?P<name>[^\"<>]+)\">",
+                r"</｜DSML｜invoke>(?:\s*</｜DSML｜(?:function|tool)_calls>)?",
+                r"<｜DSML｜parameter name=\"",
+                r"(?P<key>[^\"]+)\" string=\"(?:(?P<string>true)|false)\">(?P<value>.*?)</｜DSML｜parameter>",
+            ),
         ),
     ),
     # DeepSeek V3 and R1
@@ -212,7 +249,8 @@ FORMATS: dict[str, Format] = {
             _tagged(
                 r"(?:<minimax:tool_call>\s*)?<invoke name=\"(?P<name>[^\"<>]+)\">",
                 r"</invoke>(?:\s*</minimax:tool_call>)?",
-                r"<parameter name=\"(?P<key>[^\"]+)\">(?P<value>.*?)</parameter>",
+                r"<parameter name=\"",
+                r"(?P<key>[^\"]+)\">(?P<value>.*?)</parameter>",
             ),
         ),
     ),
@@ -290,7 +328,7 @@ FORMATS: dict[str, Format] = {
             "<|im_start|>assistant\n",
             _python(
                 r"(?:<function_calls>\s*|(?<=\))\G\s+)",
-                rf"\)(?=\s+{_NAME.replace('?P<name>', '?:')})|\)\s*</function_calls>",
+                rf"\)(?=\s+{_WORD}\()|\)\s*</function_calls>",
             ),
         ),
     ),
@@ -303,7 +341,7 @@ FORMATS: dict[str, Format] = {
                 "reasoning_content": _THINK,
                 "tool_calls": _python(
                     r"\G(?:\s*(?:<\|python_start\|>)?\[|,\s*)",
-                    r"\)(?=\s*,)|\)\](?:<\|python_end\|>)?\s*(?:<\|eot_id\|>|<\|eom_id\|>|<\|eot\|>|<\|eom\|>)",
+                    rf"{_NEXT}|\)\](?:<\|python_end\|>)?\s*(?:<\|eot_id\|>|<\|eom_id\|>|<\|eot\|>|<\|eom\|>)",
                 ),
                 "content": _TEXT,
             },
@@ -315,7 +353,7 @@ FORMATS: dict[str, Format] = {
             "start_anchor": "<|im_start|>assistant\n",
             "fields": {
                 "thinking": _THINK,
-                "tool_calls": _python(r"(?:<\|tool_call_start\|>\[|\G,\s*)", r"\)(?=\s*,)|\)\]<\|tool_call_end\|>"),
+                "tool_calls": _python(r"(?:<\|tool_call_start\|>\[|\G,\s*)", rf"{_NEXT}|\)\]<\|tool_call_end\|>"),
                 "content": _TEXT,
             },
         },
@@ -327,7 +365,7 @@ FORMATS: dict[str, Format] = {
             "fields": {
                 "thinking": {"open": "<|channel>thought\n", "close": "<channel|>", "content": "text"},
                 "tool_calls": {
-                    **_json(r"<\|tool_call>call:(?P<name>[\w.-]+)", r"<tool_call\|>"),
+                    **_json(r"<\|tool_call>call:(?P<name>[^\s{}<>]+)", r"<tool_call\|>"),
                     "content_args": {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
                 },
                 "content": _TEXT,
@@ -341,7 +379,11 @@ FORMATS: dict[str, Format] = {
 """The formats by name, in the order in which they are tried."""
 
 
-def format_of(chat_template: str) -> Format:
-    """Return the first of `FORMATS` whose marks are all in the chat template. If none fits, return Hermes' format."""
-    fits = (one for one in FORMATS.values() if all(mark in chat_template for mark in one.marks))
-    return next(fits, FORMATS["hermes"])
+def format_of(chat_template: str, tokens: Collection[str] = ()) -> Format:
+    """Return the first of `FORMATS` whose marks are all in the chat template, or else all among the tokenizer's added
+    `tokens`, because some templates leave out the calls. If none fits, return Hermes' format."""
+    for texts in (chat_template, tokens):
+        for one in FORMATS.values():
+            if all(mark in texts for mark in one.marks):
+                return one
+    return FORMATS["hermes"]

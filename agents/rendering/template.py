@@ -136,6 +136,14 @@ class Template:
         return "pear" in text and "'key'" not in text  # quotes of this kind are Python's, and not JSON's
 
     @cached_property
+    def writes_raw(self) -> bool:
+        """Whether the template writes the strings in a tool call as they are, without escapes."""
+        arguments: Any = {"key": "pe\\ar"}
+        function = {"name": "lookup", "arguments": arguments if self.takes_objects else json.dumps(arguments)}
+        calling = {**_say("assistant", ""), "tool_calls": [{**_CALL, "function": function}]}
+        return "pe\\ar" in (self._try([_say("user", "Qx"), calling], [_TOOL], prompt=False) or "")
+
+    @cached_property
     def needs_calls(self) -> bool:
         """Whether the template takes a tool result only after a message with `tool_calls`. After an answer whose text
         contains the call, it drops the result or refuses it or later messages. The templates of gpt-oss, Gemma 4 and

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tapereel.agents.rendering.response_reader import ResponseReader
 from tapereel.agents.rendering.response_templates import FORMATS
 from tapereel.agents.rendering.tool_calls import AnswerStream, CallReader, CallsRead, HermesReader
 
+from .real_strings import READ, TEMPLATES
 from .templates_table import page
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "tools.md"
@@ -141,6 +143,48 @@ def _lfm2(*calls: Arguments) -> str:
     return f"<|tool_call_start|>{_pythonic(*calls)}<|tool_call_end|>"
 
 
+def _bare(*calls: Arguments, quote: str = '"', all: bool = True) -> str:
+    """Calls in Python's syntax, but without escapes. With `all`, every value is in quotes."""
+
+    def value(one: Any) -> str:
+        return f"{quote}{one}{quote}" if all or isinstance(one, str) else str(one)
+
+    each = ("add(" + ", ".join(f"{key}={value(one)}" for key, one in call.items()) + ")" for call in calls)
+    return f"[{', '.join(each)}]"
+
+
+def _lfm25(*calls: Arguments) -> str:
+    return f"<|tool_call_start|>{_bare(*calls, quote=chr(39), all=False)}<|tool_call_end|>"
+
+
+def _kimi_k3(*calls: Arguments) -> str:
+    def body(call: Arguments) -> str:
+        return "".join(
+            f'<|open|>argument key="{key}" type="{"string" if isinstance(value, str) else "number"}"<|sep|>{value}'
+            "<|close|>argument<|sep|>"
+            for key, value in call.items()
+        )
+
+    each = (
+        f'<|open|>call tool="add" index="{k + 1}"<|sep|>{body(call)}<|close|>call<|sep|>'
+        for k, call in enumerate(calls)
+    )
+    said = "<|open|>response<|sep|><|close|>response<|sep|>"
+    return f"{said}<|open|>tools<|sep|>{''.join(each)}<|close|>tools<|sep|><|close|>message<|sep|>"
+
+
+def _deepseek_v32(*calls: Arguments) -> str:
+    def body(call: Arguments) -> str:
+        return "".join(
+            f'<｜DSML｜parameter name="{key}" string="{kind}">{value}</｜DSML｜parameter>\n'
+            for key, value in call.items()
+            for kind in (json.dumps(isinstance(value, str)),)
+        )
+
+    each = (f'<｜DSML｜invoke name="add">\n{body(call)}</｜DSML｜invoke>\n' for call in calls)
+    return f"<｜DSML｜function_calls>\n{''.join(each)}</｜DSML｜function_calls>"
+
+
 def _gemma(*calls: Arguments) -> str:
     def value(one: Any) -> str:
         return f'<|"|>{one}<|"|>' if isinstance(one, str) else json.dumps(one)
@@ -149,6 +193,13 @@ def _gemma(*calls: Arguments) -> str:
         return ",".join(f"{key}:{value(one)}" for key, one in call.items())
 
     return "".join(f"<|tool_call>call:add{{{body(call)}}}<tool_call|>" for call in calls)
+
+
+@lru_cache
+def reader(format: str, raw: bool = False) -> CallReader:
+    """The reader of a format in `FORMATS`."""
+    template = FORMATS[format].template
+    return HermesReader() if template is None else ResponseReader(template, raw=raw)
 
 
 @dataclass(frozen=True)
@@ -168,11 +219,12 @@ class Writer:
     """The end of the prompt, if it opens the thought."""
     said: str = "{}"
     """The marks around the text of an answer."""
+    raw: bool = False
+    """Whether the chat template writes Python's syntax without escapes."""
 
     @property
     def reader(self) -> CallReader:
-        template = FORMATS[self.format].template
-        return HermesReader() if template is None else ResponseReader(template)
+        return reader(self.format, self.raw)
 
     def cases(self) -> dict[str, tuple[str, list[Arguments]]]:
         """Each case's text, and the calls in it."""
@@ -222,8 +274,18 @@ WRITERS = (
     Writer("Mistral v11 and later", "mistral_v11", _mistral_v11, "</s>", "</s>", "[THINK]{}[/THINK]"),
     Writer("Phi-4 mini", "phi4_mini", _phi, "<|end|>", "<|end|>"),
     Writer("Kimi K2", "kimi_k2", _kimi, "<|im_end|>", "<|tool_call_end|>"),
+    Writer(
+        "Kimi K3",
+        "kimi_k3",
+        _kimi_k3,
+        "<|end_of_msg|>",
+        "<|close|>call<|sep|>",
+        "<|open|>think<|sep|>{}<|close|>think<|sep|>",
+        said="<|open|>response<|sep|>{}<|close|>response<|sep|>",
+    ),
     Writer("DeepSeek V3, R1", "deepseek_v3", _deepseek_v3, "<｜end▁of▁sentence｜>", "<｜tool▁call▁end｜>"),
     Writer("DeepSeek V3.1", "deepseek_v31", _deepseek_v31, "<｜end▁of▁sentence｜>", "<｜tool▁call▁end｜>"),
+    Writer("DeepSeek V3.2", "deepseek_v32", _deepseek_v32, "<｜end▁of▁sentence｜>", "</｜DSML｜invoke>"),
     Writer("MiniMax M2", "minimax_m2", _minimax, "[e~[", "</invoke>"),
     Writer("Granite 3", "granite", _granite, "<|end_of_text|>", "<|end_of_text|>"),
     Writer(
@@ -238,11 +300,15 @@ WRITERS = (
     Writer("Hunyuan A13B, Jamba", "tool_calls", _tool_calls, "<|eos|>", "</tool_calls>"),
     Writer("OLMo 3", "olmo3", _olmo, "<|im_end|>", ")\n</function_calls>"),
     Writer("Python lists (Llama 3.2 and 4)", "pythonic", _pythonic, "<|eot_id|>", ")]<|eot_id|>"),
+    Writer("Llama 4, as its template writes", "pythonic", _bare, "<|eot|>", ")]<|eot|>", raw=True),
     Writer("LFM2", "lfm2", _lfm2, "<|im_end|>", ")]<|tool_call_end|>"),
+    Writer("LFM2.5, as its template writes", "lfm2", _lfm25, "<|im_end|>", ")]<|tool_call_end|>", raw=True),
     Writer("Gemma 4", "gemma4", _gemma, "<turn|>", "<tool_call|>", "<|channel>thought\n{}<channel|>"),
 )
 EXCEPTIONS = {
-    ("Gemma 4", "mark in a string"): "its strings have delimiters of their own, which JSON's syntax doesn't know"
+    ("Gemma 4", "mark in a string"): "its strings have delimiters of their own, which JSON's syntax doesn't know",
+    ("Llama 4, as its template writes", "mark in a string"): "nothing escapes the quotes in the string",
+    ("LFM2.5, as its template writes", "mark in a string"): "nothing escapes the quote in the string",
 }
 """The reason for each case that isn't read, by title and case."""
 
@@ -268,10 +334,12 @@ def begins(stream: AnswerStream, text: str, sizes: list[int], read: CallsRead) -
 
 
 def table() -> str:
-    """The part of the page: how many of the five cases are read, and how many answers give a wrong call."""
+    """The part of the page: how many of the five cases are read, and how many answers give a wrong call. The last
+    column has the texts of `real_strings`."""
+    real = json.loads(READ.read_text("utf-8"))
     judged = json.loads(JUDGED.read_text("utf-8"))
     versions = [f"{judge} {judged[name]['version']}" for judge, name in (("vLLM", "vllm"), ("renderers", "renderers"))]
-    lines = [f"| family | Tapereel | {' | '.join(versions)} |", "|---|---|---|---|"]
+    lines = [f"| family | Tapereel | {' | '.join(versions)} | of {real['strings']} texts |", "|---|---|---|---|---|"]
     for writer in WRITERS:
         ours = {"read": 0, "wrong": int(found(writer, writer.cut(), cut=True)[0] != [])}
         for text, wanted in writer.cases().values():
@@ -279,7 +347,8 @@ def table() -> str:
             ours["read"] += (got, problem) == (wanted, "")
             ours["wrong"] += any(call not in wanted for call in got)
         theirs = [judged[name]["counts"].get(writer.title) for name in ("vllm", "renderers")]
-        cells = [_cell(one) for one in (ours, *theirs)]
+        texts = real["counts"].get(TEMPLATES.get(writer.title, ""))
+        cells = [*(_cell(one) for one in (ours, *theirs)), _texts(texts) if texts else "–"]
         lines.append(f"| {writer.title} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -289,6 +358,12 @@ def _cell(counts: dict[str, Any] | None) -> str:
     if counts is None:
         return "–"
     return f"{counts['read']} ({counts['wrong']})" if counts["wrong"] else str(counts["read"])
+
+
+def _texts(counts: dict[str, int]) -> str:
+    """The count of texts that are read, and of those that are refused or wrong."""
+    others = [f"{counts[kind]} {kind}" for kind in ("refused", "wrong") if counts.get(kind)]
+    return ", ".join([str(counts["right"]), *others])
 
 
 if __name__ == "__main__":

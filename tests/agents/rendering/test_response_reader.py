@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -11,12 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapereel.agents.rendering import response_reader
+from tapereel.agents.rendering.renderer import Renderer
 from tapereel.agents.rendering.response_reader import ResponseReader, choose_reader
 from tapereel.agents.rendering.response_templates import FORMATS, Format
 from tapereel.agents.rendering.tool_calls import CallReader, HermesReader
 from tapereel.tapes.errors import UsageError
 
+from ..families import tokenizer
 from .answer_formats import BEGIN, EXCEPTIONS, ONE, OTHER, PAGE, TOOLS, WRITERS, Writer, begins, found, table
+from .real_strings import strings
 from .templates_table import page
 
 EACH = pytest.mark.parametrize("writer", WRITERS, ids=lambda one: one.title)
@@ -78,20 +82,35 @@ def test_an_answer_that_only_looks_like_a_call_is_an_answer(writer: Writer, text
 
 
 @EACH
-def test_a_call_needs_an_offered_name_and_one_bad_call_loses_no_other(writer: Writer) -> None:
-    if writer.format not in ("hermes", "llama3"):  # their agents answer that there is no such tool
-        refused = writer.reader.read(writer.write(ONE), ["mul"], end=writer.end)
-        assert refused.calls == ()
-        assert refused.chat == ()
-        assert "add" in refused.problem
+def test_a_call_needs_an_offered_name(writer: Writer) -> None:
+    text = writer.write(ONE)
+    refused = writer.reader.read(text, ["mul"], end=writer.end)
+    assert refused.calls == ()
+    if writer.format == "llama3":  # it has no mark, so without an offered name it is text
+        assert (refused.problem, refused.chat) == ("", ())
+    else:
+        assert "add" in refused.problem or writer.format not in ESCAPED
+        assert [call["function"]["name"] for call in refused.chat] == ["add"], "a program answers by itself"
+    for name in ("get-weather", "mcp.server/read", "a:b"):  # as of MCP servers
+        renamed = text.replace("add", name)
+        assert [call.name for call in writer.reader.read(renamed, [name], end=writer.end).calls] == [name]
+
+
+ESCAPED = ["hermes", "kimi_k2", "deepseek_v3", "deepseek_v31", "mistral_v11", "command", "tool_calls"]
+"""Formats of one JSON text for each call, whose end is known even if it is broken."""
+
+
+@EACH
+def test_one_bad_call_loses_no_other_if_its_end_is_known(writer: Writer) -> None:
     if writer.format in ("mistral", "phi4_mini", "granite", "gpt_oss", "pythonic", "lfm2", "olmo3", "llama3"):
         return  # one region, or one call for each answer
     good, bad = writer.write(ONE), writer.write(OTHER)
     at = bad.find(writer.mark)
     bad = f"{bad}junk" if at < 0 else f"{bad[:at]}junk{bad[at:]}"
     read = writer.reader.read(f"{bad}\n{good}", TOOLS, prompt="", end=writer.end)
-    assert [call.arguments for call in read.calls] == [ONE]
-    assert "1 of 2" in read.problem
+    assert read.problem
+    assert [call.arguments for call in read.calls] == ([ONE] if writer.format in ESCAPED else [])
+    assert "1 of 2" in read.problem or writer.format not in ESCAPED
 
 
 def template(name: str) -> dict[str, Any]:
@@ -116,6 +135,86 @@ def test_a_call_whose_tags_are_ambiguous_is_refused(text: str) -> None:
     read = ResponseReader(template("qwen3_coder")).read(text, TOOLS)
     assert read.calls == ()
     assert read.problem
+
+
+SNIPPETS = [
+    *"xé5()[]{}=,'\" \n\t\\",
+    *("null", "\r\n", "\\n", "\\'", "\\d", "print('a')", "', a='", '", b="', "')", ")]<|tool_call_end|>", "')]<|eot|>"),
+    *("</parameter>", "<parameter=a>", "<parameter=b>\n", "</function>", "</tool_call>", "</seed:tool_call>", "</a>"),
+    *("</arg_value>", "<arg_key>a</arg_key>\n<arg_value>", '<parameter name="a">', "</invoke>", "</minimax:tool_call>"),
+    *(
+        "</｜DSML｜parameter>",
+        '<｜DSML｜parameter name="b" string="true">',
+        "</｜DSML｜invoke>",
+        "</｜DSML｜function_calls>",
+    ),
+    *(
+        "<|close|>argument<|sep|>",
+        '<|open|>argument key="a" type="string"<|sep|>',
+        "<|close|>call<|sep|>",
+        "<tool_call|>",
+    ),
+    *('<|"|>', '<|"|>,a:<|"|>', ")\n</function_calls>", "<think>", "</think>"),
+]
+"""Pieces of strings. No piece opens a call, because two calls are two calls, even if a string has one of them."""
+LONE = pytest.mark.parametrize("writer", [one for one in WRITERS if not one.prompt], ids=lambda one: one.title)
+
+
+@LONE
+@given(st.booleans(), st.lists(st.sampled_from(SNIPPETS) | st.text(max_size=2), max_size=8).map("".join))
+@settings(max_examples=40, deadline=None)
+def test_no_string_is_changed(writer: Writer, last: bool, text: str) -> None:
+    wanted: dict[str, Any] = {"a": 2, "s": text} if last else {"s": text, "a": 2}
+    got, problem = found(writer, writer.write(wanted))
+    if writer.raw or writer.format not in (*ESCAPED, "olmo3", "pythonic", "lfm2", "mistral", "granite", "llama3"):
+        assert got == [wanted] or not got, "a string that can be read in two ways is refused"
+        assert got or problem or "</think>" in text
+    else:
+        assert (got, problem) == ([wanted], "")
+
+
+@LONE
+def test_real_text_is_never_changed(writer: Writer) -> None:
+    texts = strings()
+    got = [(found(writer, writer.write({"a": 2, "s": text})), [{"a": 2, "s": text}]) for text in texts]
+    assert all(calls in ([], wanted) and bool(calls) != bool(problem) for (calls, problem), wanted in got)
+    refused = sum(not calls for (calls, _), _ in got)
+    assert refused <= (0.65 if writer.raw else 0.05) * len(texts)
+
+
+@LONE
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("import os\n\nprint(1)\n", "\n\n", "", " two \n lines \r\n", "a\tb", "null", "75001", "</b></c>"),
+        *(
+            "x</parameter>",
+            "<a>\n<parameter x>1</parameter>\n</a>\n",
+            "</arg_value>",
+            "x</function>",
+            "</x>\n</parameter>",
+        ),
+    ],
+)
+def test_text_that_can_be_read_in_one_way_is_read(writer: Writer, text: str) -> None:
+    wanted = {"a": 2, "s": text}
+    assert found(writer, writer.write(wanted)) == ([wanted], "")
+
+
+@pytest.mark.parametrize(
+    "writer", [one for one in WRITERS if one.format in ("lfm2", "pythonic")], ids=lambda w: w.title
+)
+@pytest.mark.parametrize(
+    ("inner", "escaped", "raw"),
+    [(r"\d+", r"\d+", r"\d+"), (r"a\nb", "a\nb", None), (r"C:\new", "C:\new", None), ("a\\tb\nc", None, "a\\tb\nc")],
+)
+def test_a_backslash_is_an_escape_or_itself_or_refused(
+    writer: Writer, inner: str, escaped: str | None, raw: str | None
+) -> None:
+    got, problem = found(writer, writer.write({"s": "here"}).replace("here", inner))
+    wanted = raw if writer.raw else escaped
+    assert got == ([] if wanted is None else [{"s": wanted}])
+    assert bool(problem) == (wanted is None)
 
 
 def test_arguments_in_tags_get_the_types_of_the_schema() -> None:
@@ -144,7 +243,8 @@ def test_arguments_in_tags_get_the_types_of_the_schema() -> None:
         "s": "5",
         "e": "1",
     }
-    assert cast(i="7.0", n="None", b="False", s="null") == {"i": 7, "n": None, "b": False, "s": "null"}
+    for null in ("null", "None"):
+        assert cast(i="7.0", n=null, b="False", s=null) == {"i": 7, "n": None, "b": False, "s": None}
     assert cast(i="seven", n="NaN", b="1", s=" two \nlines ") == {
         "i": "seven",
         "n": "NaN",
@@ -224,6 +324,35 @@ def test_the_setting_comes_before_the_tokenizer_and_the_table() -> None:
     assert isinstance(choose_reader(None, None, glm), ResponseReader)
     assert isinstance(choose_reader(None, None, "<tool_call>"), HermesReader)
     assert isinstance(choose_reader(None, None, ""), HermesReader)
+
+
+LFM = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}CALLS<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}{{ tools | tojson }}"""
+CALLS = """{% for c in m.tool_calls or [] %}<|tool_call_start|>[{{ c.function.name }}(
+{%- for k, v in c.function.arguments.items() %}{{ k }}='{{ VALUE }}'{% endfor %})]<|tool_call_end|>{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("calls", "raw"),
+    [
+        ("", False),
+        (CALLS.replace("VALUE", "v"), True),
+        (CALLS.replace("VALUE", "v | replace('\\\\', '\\\\\\\\')"), False),
+    ],
+    ids=["not written", "without escapes", "with escapes"],
+)
+def test_a_family_is_known_by_its_vocabulary_and_writes_escapes_as_its_template_does(calls: str, raw: bool) -> None:
+    words = copy.deepcopy(tokenizer("chatml"))
+    words.chat_template = LFM.replace("CALLS", calls)
+    assert not Renderer(words).read("<|tool_call_start|>[add(s='x')]<|tool_call_end|>", TOOLS).calls or calls
+    words.add_special_tokens({"additional_special_tokens": ["<|tool_call_start|>", "<|tool_call_end|>"]})
+    renderer = Renderer(words)
+    for text, wanted in (("a\nb", "a\nb"), (r"a\tb", None if raw else "a\tb"), ("a\\tb\n", "a\\tb\n" if raw else None)):
+        read = renderer.read(f"<|tool_call_start|>[add(s='{text}')]<|tool_call_end|>", TOOLS)
+        assert [call.arguments for call in read.calls] == ([] if wanted is None else [{"s": wanted}])
+        assert bool(read.problem) == (wanted is None)
 
 
 def test_a_user_adds_a_format_with_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
