@@ -186,11 +186,11 @@ def test_seeds_have_no_effect_and_the_weights_of_an_earlier_run_are_named(
 class Interrupted(Letters):
     """Something happens before its episodes."""
 
-    before: ClassVar[Callable[[], Awaitable[None]] | None] = None
+    before: ClassVar[list[Callable[[], Awaitable[None]]]] = []
 
     async def reset(self, task: str) -> Text:
-        if Interrupted.before is not None:
-            await Interrupted.before()
+        for happens in Interrupted.before:
+            await happens()
         return await super().reset(task)
 
 
@@ -229,7 +229,7 @@ def test_a_killed_server_samples_again_and_the_run_goes_on(
         while killed and version != killed[0] and await asyncio.to_thread(mortal.version) in (None, "default"):  # noqa: ASYNC110
             await asyncio.sleep(0.5)
 
-    monkeypatch.setattr(Interrupted, "before", staticmethod(kill_and_wait))
+    monkeypatch.setattr(Interrupted, "before", [kill_and_wait])
     # One server has the weights of the run and is named after their folder, and the other has those of its start.
     summary = train(config(f"file:{addresses}", 6), run, resume=True)
     assert (len(killed), summary.updates, summary.books_close) == (1, 6, True)
