@@ -81,6 +81,19 @@ class Step(BaseModel):
             )
         _registry[cls.kind] = cls
 
+    def __eq__(self, other: object) -> bool:
+        """Compare two steps. Raises TypeError for a string, which a step never equals: compare `str(step)`."""
+        if isinstance(other, str):
+            raise self._no_text("==")
+        return super().__eq__(other)
+
+    def __contains__(self, part: object) -> bool:
+        raise self._no_text("in")
+
+    def _no_text(self, operator: str) -> TypeError:
+        remedy = "its .text" if "text" in type(self).model_fields else "str(...) of it"
+        return TypeError(f"`{operator}` between a string and a step ({type(self).__qualname__}): compare {remedy}")
+
     def __str__(self) -> str:
         """Return the text that a model reads. A step with a single plain field is shown as the value of this field, and
         any other step as JSON. A step with pictures is shown part by part, with each picture as `[picture 640x480
