@@ -97,6 +97,12 @@ class Codec:
         """Return the control tokens in marked text, in order."""
         return [token for piece in text.split(_BREAK) for token in self._pattern.findall(piece)]
 
+    def shared(self, a: str, b: str) -> str:
+        """Return the longest common prefix that doesn't end inside a control token of either text."""
+        n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        inside = (one.start() for text in (a, b) for one in self._pattern.finditer(text) if one.start() < n < one.end())
+        return a[: min(inside, default=n)]
+
     def token(self, id: int) -> str:
         """Return the text of one id."""
         return self._backend.id_to_token(id) or ""

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import JsonValue
@@ -42,12 +43,14 @@ from .codec import (
 )
 from .incremental_decoder import IncrementalDecoder
 from .response_reader import choose_reader
-from .response_templates import format_of
+from .response_templates import FORMATS, format_of
 from .template import EXAMPLE_CALL, EXAMPLE_TOOL, Template, template_text
 from .tool_calls import CallReader, CallsRead
 
 if TYPE_CHECKING:
     from ..vision.vision import PictureTokens
+
+log = logging.getLogger(__name__)
 
 _BLANKS = "".join(map(chr, range(0xFDD2, 0xFDF0)))
 """Unicode noncharacters. One of them replaces the text of answers in comparisons that must ignore this text."""
@@ -56,6 +59,9 @@ KEPT = 32
 """Number of first prompts that a renderer keeps."""
 SHOWN = 120
 """Maximum characters of a call that a sentence quotes."""
+
+_REPLACE = "replace chat_template.jinja in the model's folder with a template that shows them"
+_ASKED: tuple[Message, ...] = ({"role": "user", "content": "Qx"},)
 
 __all__ = ["RenderError", "Rendered", "Renderer", "Track"]
 
@@ -165,16 +171,19 @@ class Renderer:
         self._special = tokenizer.special_tokens_map
         self._codec = Codec(tokenizer, template_text(tokenizer), special_text=special_text)
         self._template = Template(tokenizer, self._codec, template_kwargs or {}, end_tokens)
+        own, self._set = getattr(tokenizer, "response_template", None), response_template is not None
         self.reader: CallReader = choose_reader(
-            response_template,
-            getattr(tokenizer, "response_template", None),
-            template_text(tokenizer),
-            self._codec.control,
-            raw=self._template.writes_raw,
+            response_template, own, template_text(tokenizer), self._codec.control, raw=self._template.writes_raw
         )
         """Reads calls and thoughts in the model's answers."""
         self.format = format_of(template_text(tokenizer), self._codec.control)
         """How the model's family writes calls and content."""
+        hermes = FORMATS["hermes"]
+        named = self.format is not hermes or hermes.marks[0] in template_text(tokenizer)
+        self._known = self._set or own is not None or named
+        """Whether the format of calls is known. If not, `reader` reads Hermes' format."""
+        self.offered = False
+        """Whether tools were offered. The first time, a warning says if the chat template doesn't show them."""
         self.pictures = pictures
         """Knows the model's tokens for pictures and videos. None if the model can't read pictures."""
         self.marker: int | None = None if pictures is None else self._codec.control.get(pictures.marker)
@@ -209,6 +218,10 @@ class Renderer:
         without tracks, unless the template writes the date.
         """
         messages, tools = tuple(messages), tuple(tools) if tools else None
+        if tools and not self.offered:
+            self.offered = True
+            if hidden := self._hidden():
+                log.warning("%s", hidden)
         if tracks or self._template.dated:
             return self._prompt(messages, tools, tracks)
         try:
@@ -364,6 +377,7 @@ class Renderer:
         are None, the answer has only a text, which any end token may have ended."""
         ended = self.end_ids if ids is None else [id for id in ids[-1:] if id in self.end_ids]
         ends = [self._codec.token(id) for id in ended] or [""]
+        tools = tools if self.reads_calls else None
         reads = (self.reader.read(text, tools, prompt=prompt, end=end, cut=cut) for end in ends)
         first = next(reads)
         return first if not first.problem else next((one for one in reads if not one.problem), first)
@@ -391,24 +405,46 @@ class Renderer:
             self._codec.decode, ends=self.end_ids, byte_ids=self._codec.byte_ids, ending=self._before_end
         )
 
-    def faults(self) -> list[str]:
-        """Return sentences about faults of the model's folder or of the settings that would spoil rollouts: tool calls
-        that can't be read, and missing end tokens. The renderer renders a call with the model's own template and reads
-        it back, so the answer doesn't depend on a list of known models."""
-        found: list[str] = []
-        written = self._template.written_call()
-        if written is not None:
-            text, end = written
-            calls = self.reader.read(text, [EXAMPLE_TOOL], end=end).calls
-            if [(one.name, one.arguments) for one in calls] != [EXAMPLE_CALL]:
-                shown = plain(text).strip()
-                shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}…"
-                found.append(
-                    "tool calls of this model aren't read, and reach the agent as text: the chat template writes a "
-                    f"call as {shown!r}. Describe this format in engine.renderer.response_template"
-                    if shown
-                    else "the chat template leaves out the model's tool calls, so a model never sees its earlier calls"
-                )
+    @cached_property
+    def reads_calls(self) -> bool:
+        """Whether calls are read. They aren't if `reader` can't read the call that the template writes, because a
+        string in it may quote a call that `reader` reads. If the user has described the format, calls are read."""
+        return self._set or self._example[1]
+
+    @cached_property
+    def _example(self) -> tuple[str, bool, Sequence[int]]:
+        """A call as the model writes it, which is "" if this isn't known, whether it is read, and the answer's ids."""
+        prompt, text, end = self._template.written_call() or ("", "", "")
+        name, arguments = EXAMPLE_CALL
+        if arguments["key"] not in text:  # such a template takes calls in the text of answers only
+            if not self._known or self.format.call is None:
+                ids = self._codec.encode(arguments["key"])
+                return "", self._known or bool(self._hidden()), [*ids, self.end_ids[0]]
+            before, after = self.format.call
+            text, end = before.replace("NAME", name) + json.dumps(arguments) + after, ""
+        ids = self._codec.encode(text + end, after=self._codec.encode(prompt)[-1] if prompt else None)
+        ids = ids if ids[-1] in self.end_ids else [*ids, self.end_ids[0]]
+        end = self._codec.token(ids[-1])
+        calls = self.reader.read(self.decode(ids), [EXAMPLE_TOOL], prompt=prompt, end=end).calls
+        return text, [(one.name, one.arguments) for one in calls] == [EXAMPLE_CALL], ids
+
+    def faults(self, *, tools: bool = True) -> list[str]:
+        """Return sentences about faults of the model's folder or of the settings that would spoil rollouts: tools and
+        results that the model doesn't see, calls that can't be read, and missing end tokens. The renderer makes a call
+        in a conversation as a run does, so the answer doesn't depend on a list of known models. If `tools` is false,
+        the template needn't show tools."""
+        found, hidden, (text, read, _) = list[str](), self._hidden(), self._example
+        if hidden and tools:
+            found.append(hidden)
+        if not read:
+            shown = plain(text).strip()
+            shown = f"a call as {shown if len(shown) <= SHOWN else f'{shown[:SHOWN]}…'!r}" if shown else "none"
+            found.append(
+                f"tool calls of this model aren't read, and reach the agent as text: the chat template writes {shown}. "
+                "Describe their format in engine.renderer.response_template"
+            )
+        elif not hidden and (lost := self._lost()):
+            found.append(lost)
         if self._template.guessed_end:
             names = ", ".join(repr(self._codec.token(id)) for id in self.end_ids)
             found.append(
@@ -417,6 +453,29 @@ class Renderer:
                 "engine.renderer.end_tokens"
             )
         return found
+
+    def _hidden(self) -> str:
+        """Return why the model doesn't see the offered tools, or ""."""
+        try:
+            if EXAMPLE_CALL[0] in self._template.render(_ASKED, [EXAMPLE_TOOL]):
+                return ""
+        except RenderError as error:
+            return f"tools can't be offered to this model: {error}"
+        return f"the chat template doesn't show the offered tools: {_REPLACE}, or describe them in the system prompt"
+
+    def _lost(self) -> str:
+        """Return why the model doesn't see its call or the call's result in the next prompt, or ""."""
+        (name, arguments), ids = EXAMPLE_CALL, ints(self._example[2])
+        reply: Message = {"role": "assistant", "content": self.decode(ids)}
+        calls = self.read(reply["content"], [EXAMPLE_TOOL], ids=ids).calls
+        result = {"role": "tool", "tool_call_id": calls[0].id if calls else "call_0", "name": name, "content": "Tx7"}
+        try:
+            track = self.track(self._prompt(_ASKED, (EXAMPLE_TOOL,)), call="", reply=reply, completion=ids)
+            following = self.spell(self._prompt((*track.messages, result), track.tools, [track]).ids)
+        except RenderError as error:
+            return f"no prompt can follow a tool call of this model: {error}"
+        lost = [what for what, text in (("calls", arguments["key"]), ("results", "Tx7")) if text not in following]
+        return f"the chat template drops the {' and '.join(lost)} of tools: {_REPLACE}" if lost else ""
 
     def probe(self) -> list[str]:
         """Return sentences about the parts of history that this template rewrites or can't render. `tapereel check

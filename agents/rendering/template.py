@@ -93,7 +93,7 @@ class Template:
         # Some templates write more text at the end of a finished conversation, such as Phi-3's end of sequence. A
         # longer conversation doesn't have this text, so it is removed before prefixes are compared.
         whole, ended = (self._try([_say("user", "Qx")], prompt=prompt) or "" for prompt in (True, False))
-        self._at_end = ended[len(_common(whole, ended)) :]
+        self._at_end = ended[len(codec.shared(whole, ended)) :]
         self.framing: frozenset[str] = self._find_framing()
         """Control tokens that frame turns. If their text appears in an answer, it is always plain text."""
 
@@ -161,21 +161,25 @@ class Template:
         """Whether only the tokenizer's end of sequence ends an answer, because the template writes no end token."""
         return not self.end_text and not self._named_ends
 
-    def written_call(self) -> tuple[str, str] | None:
-        """Return the call of `EXAMPLE_CALL` as the template writes it in an answer, and the end token after it, which
-        is "" if there is none. Return None if the template doesn't show tools, or refuses this call."""
+    def written_call(self) -> tuple[str, str, str] | None:
+        """Return a prompt, a call of `EXAMPLE_CALL` as the template writes it in the answer, and the end token after
+        it, which is "" if there is none. Return None if the template refuses the call."""
         q, function = _say("user", "Qx"), _CALL["function"]
         arguments = function["arguments"] if self.takes_objects else json.dumps(function["arguments"])
         calling = {**_say("assistant", ""), "tool_calls": [{**_CALL, "function": {**function, "arguments": arguments}}]}
         asking, asked = self._try([q], [_TOOL]), self._try([q], [_TOOL], prompt=False)
         full = self._try([q, calling], [_TOOL], prompt=False)
-        if asking is None or asked is None or full is None or "lookup" not in asking:
+        if asking is None or asked is None or full is None:
             return None
+        begin = 0
         # The rendering without a generation prompt may end with text that a longer conversation doesn't have.
-        body = full[len(_common(asking, full)) :] if full.startswith(asked.removesuffix(self._at_end)) else full
-        ends = [(body.rfind(token), token) for token in map(self._codec.token, self.end_ids)]
-        at, end = max(ends)
-        return (body[:at], end) if at >= 0 else (body, "")
+        if full.startswith(asked.removesuffix(self._at_end)):
+            # If the prompt opens a thought that history doesn't have, the call begins where another answer would.
+            said = self._try([q, _say("assistant", "Ax")], [_TOOL], prompt=False) or ""
+            heads = [head for head in (asking, said.rpartition("Ax")[0]) if head and full.startswith(head)]
+            begin = len(heads[0] if heads else self._codec.shared(asking, full))
+        at, end = max((full.rfind(token, begin), token) for token in map(self._codec.token, self.end_ids))
+        return (full[:begin], full[begin:at], end) if at >= 0 else (full[:begin], full[begin:], "")
 
     def findings(self) -> list[str]:
         """Return sentences that say how this template rewrites history and which messages it can't render."""
@@ -292,7 +296,7 @@ class Template:
                 found.append(what)
         asking, history = self.render([q]), self.render([q, _say("assistant", "Ax"), r])
         if not history.startswith(asking):
-            shared = len(_common(asking, history))
+            shared = len(self._codec.shared(asking, history))
             found.append(f"asks for an answer with {asking[shared:]!r}, which history doesn't have")
         return found
 
@@ -349,9 +353,3 @@ def _say(role: str, content: str | list[Message]) -> Message:
 
 def _parts(text: str) -> list[Message]:
     return [{"type": "text", "text": text}]
-
-
-def _common(a: str, b: str) -> str:
-    """Return the longest common prefix."""
-    n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return a[:n]

@@ -146,7 +146,7 @@ async def _run(
     config: RunConfig, setup: LoadedSetup, out: Path, resume: bool, progress: Progress, started: float
 ) -> RunSummary:
     engine, publishes = await make_team(config.engine, config.players, shows=setup.shows)
-    warn_of_faults(engine.renderer, config.sampling)
+    warn_of_faults(engine.renderer, config.sampling, tools=setup.tools)
     engines = ("engine", *(f"players.{name}.engine" for name in config.players))
     with open_run(out, config, resume=resume, free=FREE, engines=engines) as directory:
         store = directory.store

@@ -333,11 +333,13 @@ class Made:
     """The weights that `publish` names."""
 
 
-def warn_of_faults(renderer: Renderer | None, sampling: Sampling | None = None) -> None:
+def warn_of_faults(renderer: Renderer | None, sampling: Sampling | None = None, *, tools: bool = False) -> None:
     """Log a warning for each fault that would spoil rollouts with this renderer (`Renderer.faults`) and these sampling
-    settings, before the first episode."""
-    for fault in renderer.faults() if renderer is not None else ():
-        log.warning("%s", fault)
+    settings, before the first episode. `tools` is true if it is known that tools are offered."""
+    if renderer is not None:
+        renderer.offered |= tools
+        for fault in renderer.faults(tools=tools):
+            log.warning("%s", fault)
     if sampling is not None and not sampling.exact:
         log.warning("these rollouts can't be used for RL: %s", sampling.inexact)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 
 from pydantic import Field, JsonValue
 
+from ...envs.adapters.tools import ToolEnvironment
 from ...envs.blocking import in_thread
 from ...envs.environment import Environment, EnvironmentFactory
 from ...envs.load_named import load_function, load_named, not_loaded, raised
@@ -61,6 +62,8 @@ class LoadedSetup:
     tasks: Taskset
     pixels: str | None = field(default=None, kw_only=True)
     """Name of the environment's class, if this class declares that it shows pictures (`Environment.pixels`)."""
+    tools: bool = field(default=False, kw_only=True)
+    """Whether the environment is known to offer tools."""
 
     @property
     def shows(self) -> str | None:
@@ -144,7 +147,7 @@ class Setup(TasksConfig, SeedConfig):
         `<object of module.Class>`. Raises UsageError if a setting and its argument differ.
         """
         made_agent = load_agent(*self._source("agent", agent))
-        made_env, pixels = _loaded_env(*self._source("env", env))
+        made_env, sample = _loaded_env(*self._source("env", env))
         pool = None if self.env_processes is None else _pool(made_env, self.env_processes)
         source, name = self._source("tasks", tasks)
         made_tasks = load_tasks(source, self.task_row, self.count, dataset=self.dataset, name=name)
@@ -156,7 +159,9 @@ class Setup(TasksConfig, SeedConfig):
         rewards = load_rewards(self.rewards)
         made_env = pool or made_env
         made_env = made_env if rewards is None else rewarded(made_env, rewards)
-        return self.model_copy(update=names), LoadedSetup(made_agent, made_env, made_tasks, pool=pool, pixels=pixels)
+        pixels, tools = type(sample).__name__ if sample.pixels else None, isinstance(sample, ToolEnvironment)
+        loaded = LoadedSetup(made_agent, made_env, made_tasks, pool=pool, pixels=pixels, tools=tools)
+        return self.model_copy(update=names), loaded
 
     def _source(self, key: str, passed: Any) -> tuple[Any, str]:
         """Return (source, name). `source` is the object, or the name or list to load. `name` is for error messages.
@@ -209,8 +214,8 @@ def load_env(source: EnvSource, name: str | None = None) -> EnvironmentFactory:
     return _loaded_env(source, name)[0]
 
 
-def _loaded_env(source: EnvSource, name: str | None) -> tuple[EnvironmentFactory, str | None]:
-    """Return (factory, name). The name is the environment's class if this class sets `pixels`, and otherwise None."""
+def _loaded_env(source: EnvSource, name: str | None) -> tuple[EnvironmentFactory, Environment]:
+    """Return (factory, an instance that is already closed)."""
     name = name or (source if isinstance(source, str) else _name_of(source))
     found = _named(source, "env")
     wanted = "name an Environment class, or a function without arguments that makes an instance"
@@ -222,7 +227,7 @@ def _loaded_env(source: EnvSource, name: str | None) -> tuple[EnvironmentFactory
     made = run_async(_trial(found, name)) if callable(found) else found
     if not isinstance(made, Environment):
         raise UsageError(f"{name} is {_described(found)}{_returned(found, made)}, not an environment: {wanted}")
-    return cast(EnvironmentFactory, found), type(made).__name__ if made.pixels else None
+    return cast(EnvironmentFactory, found), made
 
 
 async def _trial(factory: Callable[[], Any], name: str) -> object:

@@ -1,4 +1,5 @@
-"""`tapereel check model`: check that a model's tool calls are read and its answers end. The exit code is 1 if not."""
+"""`tapereel check model`: check that a model sees tools, that its calls are read, and that its answers end. The exit
+code is 1 if not."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Render a call, read it back, and print what would spoil rollouts and how the template treats history."""
+    """Offer a tool, make and answer a call, and print what would spoil rollouts and how the template treats history."""
     from ...agents.setup.engine_config import RendererConfig
 
     renderer = load_config(RendererConfig, None, args.sets).load(args.model)

@@ -130,7 +130,7 @@ def _say_faults(model: str | Path) -> None:
     from ...agents.setup.engine_config import RendererConfig
 
     try:
-        faults = RendererConfig().load(model).faults()
+        faults = RendererConfig().load(model).faults(tools=False)
     except TapereelError as error:
         faults = [f"messages can't be rendered for this model: {error}"]
     for fault in faults:

@@ -94,7 +94,7 @@ class LoadedRun:
             )
         made = cls._with_models(config, recipe, ranks, scene)
         if not ranks.rank:
-            warn_of_faults(made.policy.renderer)
+            warn_of_faults(made.policy.renderer, tools=setup.tools)
         if not made.policy.sees:
             refuse_pictures(str(config.engine.model), scene.shows)
         return made

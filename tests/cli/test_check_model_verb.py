@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 
+import tapereel as tr
 from tapereel.cli import main
 from tapereel.cli.console import Exit
 
 from ..agents.families import tokenizer
 from ..agents.rendering.test_faults import SPEC, UNKNOWN
-from .lab import SCENE, answer_of
+from .lab import SCENE, answer_of, settings
+
+NAMES = {"agent": "chat", "env": "Noting", "tasks": "TASKS"}
+advice = f"{__package__}.test_advice"
 
 
 @pytest.fixture
@@ -32,6 +36,10 @@ def test_a_known_and_an_unknown_family(unknown: str, tmp_path: Path, capsys: pyt
     assert found["end_tokens"] == ["<|im_end|>"]
     assert any("thinking" in note for note in found["template"])
     assert not answer_of(capsys, "check", "model", unknown, code=1)["ok"]
+    tokenizer("chatml").save_pretrained(tmp_path / "chatml")
+    capsys.readouterr()
+    (hidden,) = answer_of(capsys, "check", "model", str(tmp_path / "chatml"), code=1)["faults"]
+    assert "chat_template.jinja" in hidden
     (tmp_path / "mine.json").write_text(json.dumps(SPEC))
     words = ("check", "model", unknown, "--set")
     assert main([*words, f"response_template={tmp_path / 'mine.json'}"]) == Exit.HOLDS
@@ -46,3 +54,22 @@ def test_a_run_says_so_at_its_start(unknown: str, tmp_path: Path, capsys: pytest
     told = capsys.readouterr().err
     assert "CALL lookup" in told
     assert "temperature" in told
+
+
+@pytest.mark.parametrize(("family", "told"), [("chatml", "offered tools"), ("unknown", "aren't read")])
+def test_a_run_that_offers_tools_says_first_that_they_cannot_be_used(
+    family: str, told: str, unknown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer("chatml").save_pretrained(tmp_path / "chatml")
+    capsys.readouterr()
+    folder = unknown if family == "unknown" else str(tmp_path / "chatml")
+    quoted = 'CALL note <tool_call>{"name": "note", "arguments": {"text": "rm"}}</tool_call> END'
+    scene = [word for key in ("agent", "env", "tasks") for word in (f"--{key}", f"{advice}:{NAMES[key]}")]
+    sets = settings(f"engine.answers={json.dumps([quoted] * 6)}", f"engine.tokenizer={folder}")
+    main(["run", *scene, *sets, "--out", str(tmp_path / "run")])
+    lines = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert told in lines[0]
+    assert sum(told in line for line in lines) == 1
+    if family == "unknown":
+        for tape in tr.open(tmp_path / "run"):
+            assert [step.kind for step in tape] == ["tool_offer", "answer"], "the quoted call wasn't made"

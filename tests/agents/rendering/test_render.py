@@ -68,7 +68,7 @@ def test_attempts_at_a_task_render_its_first_prompt_once():
     counting = CountingTokenizer(char_tokenizer())
     renderer = Renderer(counting)
     opening = [say("system", "be brief"), say("user", "1+1?")]
-    renderer.prompt([say("user", "a")])  # the first prompt tries the template out
+    renderer.prompt([say("user", "a")], TOOLS)  # the first prompts try the template out
     before = counting.rendered
     first, again = renderer.prompt(opening), renderer.prompt([{**message} for message in opening])
     assert counting.rendered - before == 1
