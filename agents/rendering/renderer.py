@@ -659,8 +659,10 @@ class Renderer:
         if blank is None:
             return None, "the template rewrote history, and content uses every character that could stand for an answer"
         last = len(base.messages) - 1
+        # The text next to a call is left out, because a template may write it after the call's results.
         skeleton = [
-            {**m, "content": blank} if m.get("role") == "assistant" and i <= last else m for i, m in enumerate(marked)
+            {**m, "content": "" if m.get("tool_calls") else blank} if m.get("role") == "assistant" and i <= last else m
+            for i, m in enumerate(marked)
         ]
         full = self._template.render(skeleton, marked_tools)
         # `head` is the text before the last answer. Some templates open an answer with text that they leave out once

@@ -7,6 +7,7 @@ The module renders small test conversations and examines the results. It never l
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
@@ -77,8 +78,11 @@ class Template:
         self._refusals = (TemplateError, TypeError, KeyError, ValueError)
         self._wraps = False
         """True if text must be passed to the template as a content part. SmolVLM's template drops plain strings."""
+        self._short_ids = False
+        """True if the ids of tool calls must have nine letters and digits, as in Mistral's templates."""
         as_text, as_part = (self._try([_say("user", content)]) or "" for content in ("Qx", _parts("Qx")))
         self._wraps = "Qx" not in as_text and "Qx" in as_part
+        self._short_ids = self._after_call("call_0") is None and self._after_call(_CALL["id"]) is not None
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         self.hash: str = digest(self._source, self._kwargs, special)
         """SHA-256 (hex) of the template, its keyword arguments, and the special tokens that it can write."""
@@ -108,6 +112,8 @@ class Template:
             messages = [
                 {**m, "content": _parts(m["content"])} if isinstance(m.get("content"), str) else m for m in messages
             ]
+        if self._short_ids:
+            messages = [_with_short_ids(message) for message in messages]
         template = self._by_name.get("tool_use") if tools else None
         try:
             text = self._tokenizer.apply_chat_template(
@@ -130,9 +136,7 @@ class Template:
     def takes_objects(self) -> bool:
         """Whether the template writes the arguments of a tool call correctly if they are a JSON object. Most templates
         do, and some refuse JSON text or encode it twice. A few, such as DeepSeek's, take only JSON text."""
-        calling = {**_say("assistant", ""), "tool_calls": [_CALL]}
-        result = {"role": "tool", "name": "lookup", "tool_call_id": _CALL["id"], "content": "Tx"}
-        text = self._try([_say("user", "Qx"), calling, result], [_TOOL]) or ""
+        text = self._after_call(_CALL["id"]) or ""
         return "pear" in text and "'key'" not in text  # quotes of this kind are Python's, and not JSON's
 
     @cached_property
@@ -189,6 +193,12 @@ class Template:
         if not self.closing:
             found.append("writes nothing at the end of an answer: only the end-of-sequence token ends one")
         return found
+
+    def _after_call(self, id: str) -> str | None:
+        """Return the prompt after a call with this id and its result, or None if the template refuses it."""
+        calling = {**_say("assistant", ""), "tool_calls": [{**_CALL, "id": id}]}
+        result = {"role": "tool", "name": "lookup", "tool_call_id": id, "content": "Tx"}
+        return self._try([_say("user", "Qx"), calling, result], [_TOOL])
 
     def _try(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, prompt: bool = True
@@ -249,6 +259,8 @@ class Template:
         found = self._codec.controls(behind[2]) if behind[0] else []
         if not found or not behind[2].rstrip().endswith(found[-1]):
             return ""
+        if (self._try([_say("user", "Qx")]) or "").rstrip().endswith(found[-1]):
+            return ""  # such a template asks for the next answer even if `prompt` is false
         between = (called[1] or "").partition("pear")[2].rpartition("pear")[0]
         return "" if found[-1] in self._codec.controls(between) else found[-1]
 
@@ -349,6 +361,15 @@ class Template:
 
 def _say(role: str, content: str | list[Message]) -> Message:
     return {"role": role, "content": content}
+
+
+def _with_short_ids(message: Message) -> Message:
+    def short(id: object) -> str:
+        return str(id) if re.fullmatch("[A-Za-z0-9]{9}", str(id)) else digest(id)[:9]
+
+    if message.get("tool_calls"):
+        return {**message, "tool_calls": [{**call, "id": short(call.get("id"))} for call in message["tool_calls"]]}
+    return {**message, "tool_call_id": short(message["tool_call_id"])} if "tool_call_id" in message else message
 
 
 def _parts(text: str) -> list[Message]:

@@ -64,6 +64,9 @@ def words_of(
     return words
 
 
+SHORT = (
+    "{% if m.tool_call_id | length != 9 %}{{ raise_exception('nine') }}{% endif %}{{ m.tool_call_id }}:{{ m.content }}"
+)
 SOUND: dict[str, dict[str, str]] = {
     "plain": {},
     "a thought is opened in text": {"opened": "<think>\n"},
@@ -79,6 +82,7 @@ SOUND: dict[str, dict[str, str]] = {
         "marks": "<|START_ACTION|> <|END_ACTION|> <|START_THINKING|> <|END_THINKING|>",
     },
     "calls are in the text of answers": {"call": "", "marks": "<|START_ACTION|> <|END_ACTION|>"},
+    "ids have nine characters": {"result": SHORT},
 }
 FAULTY: dict[str, tuple[dict[str, str], str]] = {
     "tools are hidden": ({"tools": ""}, "offered tools"),
@@ -114,6 +118,12 @@ def test_what_a_template_loses_is_named(name: str) -> None:
     assert word in fault
     assert renderer.reads_calls == (texts.get("call") is None)
     assert bool(renderer.faults(tools=False)) == ("tools" not in texts)
+
+
+def test_a_token_that_asks_for_the_next_answer_ends_no_call() -> None:
+    words = words_of(call="CALL {{ c.function.name }} {{ c.function.arguments | tojson }} END")
+    words.chat_template = words.chat_template.replace("{% if add_generation_prompt %}", "{% if true %}")
+    assert Renderer(words).end_ids == Renderer(tokenizer("chatml")).end_ids
 
 
 QUOTED = 'CALL lookup <tool_call>{"name": "lookup", "arguments": {"key": "rm"}}</tool_call> END'
@@ -201,6 +211,35 @@ GEMMA = """{%- for t in tools or [] %}{{ t | tojson }}{% endfor -%}
 [{{ r.content }}]{% endfor %}{% endfor %}
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+
+
+GEMMA_TURN = """{%- for t in tools or [] %}{{ t | tojson }}{% endfor -%}
+{%- for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.role }}
+{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name }}{key:<|"|>pear<|"|>}<tool_call|>{% endfor %}
+{%- if m.tool_calls %}<|tool_response>{% endif %}
+{%- for r in messages if r.role == 'tool' and m.tool_calls %}{{ r.content }}<tool_response|>{% endfor %}{{ m.content }}
+{%- if m.content or not m.tool_calls %}<|im_end|>
+{% endif %}{% endif %}{% endfor %}{% if add_generation_prompt and messages[-1].role != 'tool' %}<|im_start|>assistant
+<|channel>thought
+<channel|>{% endif %}"""
+"""As Gemma 4's: the text next to a call comes after its results, and the prompt opens a thought."""
+
+
+@pytest.mark.parametrize("said", ["", "Let me look."])
+def test_a_result_is_shown_though_the_prompt_opened_what_history_leaves_out(said: str) -> None:
+    words = words_of(marks='<|tool_call> <tool_call|> <|tool_response> <tool_response|> <|channel> <channel|> <|"|>')
+    words.chat_template = GEMMA_TURN
+    renderer, tools = Renderer(words), [EXAMPLE_TOOL]
+    assert renderer.faults() == []
+    asked = [{"role": "user", "content": "Which is ripe?"}]
+    call = said + '<|tool_call>call:lookup{key:<|"|>pear<|"|>}<tool_call|><|tool_response>'
+    ids = words.encode(call, add_special_tokens=False)
+    reply = {"role": "assistant", "content": renderer.decode(ids)}
+    track = renderer.track(renderer.prompt(asked, tools), call="1", reply=reply, completion=ids)
+    result = {"role": "tool", "tool_call_id": "call_0", "content": "The pear."}
+    following = renderer.prompt([*track.messages, result], tools, [track])
+    assert following.split is None
+    assert renderer.spell(following.new) == "The pear.<tool_response|>"
 
 
 @pytest.mark.parametrize("name", ["harmony", "gemma"])
