@@ -183,7 +183,7 @@ class Renderer:
         self._known = self._set or own is not None or named
         """Whether the format of calls is known. If not, `reader` reads Hermes' format."""
         self.offered = False
-        """Whether tools were offered. The first time, a warning says if the chat template doesn't show them."""
+        """Whether tools were offered. The first time, warnings name what the model doesn't see, or what isn't read."""
         self.pictures = pictures
         """Knows the model's tokens for pictures and videos. None if the model can't read pictures."""
         self.marker: int | None = None if pictures is None else self._codec.control.get(pictures.marker)
@@ -220,8 +220,8 @@ class Renderer:
         messages, tools = tuple(messages), tuple(tools) if tools else None
         if tools and not self.offered:
             self.offered = True
-            if hidden := self._hidden():
-                log.warning("%s", hidden)
+            for fault in self._tool_faults():
+                log.warning("%s", fault)
         if tracks or self._template.dated:
             return self._prompt(messages, tools, tracks)
         try:
@@ -432,9 +432,21 @@ class Renderer:
         """Return sentences about faults of the model's folder or of the settings that would spoil rollouts: tools and
         results that the model doesn't see, calls that can't be read, and missing end tokens. The renderer makes a call
         in a conversation as a run does, so the answer doesn't depend on a list of known models. If `tools` is false,
-        the template needn't show tools."""
+        nothing is said of tools: a model without them needn't even have the letters of a call."""
+        found = self._tool_faults() if tools else []
+        if self._template.guessed_end:
+            names = ", ".join(repr(self._codec.token(id)) for id in self.end_ids)
+            found.append(
+                f"only the tokenizer's end of sequence {names} ends an answer: the chat template writes no end token "
+                "after an answer, and generation_config.json names none. Name the model's end tokens in "
+                "engine.renderer.end_tokens"
+            )
+        return found
+
+    def _tool_faults(self) -> list[str]:
+        """Return the faults that matter if tools are offered."""
         found, hidden, (text, read, _) = list[str](), self._hidden(), self._example
-        if hidden and tools:
+        if hidden:
             found.append(hidden)
         if not read:
             shown = plain(text).strip()
@@ -445,13 +457,6 @@ class Renderer:
             )
         elif not hidden and (lost := self._lost()):
             found.append(lost)
-        if self._template.guessed_end:
-            names = ", ".join(repr(self._codec.token(id)) for id in self.end_ids)
-            found.append(
-                f"only the tokenizer's end of sequence {names} ends an answer: the chat template writes no end token "
-                "after an answer, and generation_config.json names none. Name the model's end tokens in "
-                "engine.renderer.end_tokens"
-            )
         return found
 
     def _hidden(self) -> str:

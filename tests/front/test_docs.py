@@ -281,7 +281,7 @@ def test_ci_runs_the_commands_that_the_readme_gives():
         found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         (fence,) = fences(readme.split(f"\n{heading}\n")[1].split("\n#")[0])
         assert found == fence.body + "\n"
-        (bare,) = re.findall(rf'^part {part} \.ci/bare bash -ec "\$(\w+)"$', script, flags=re.MULTILINE)
+        (bare,) = re.findall(rf'\npart {part} \.ci/bare "\$fresh/machine" bash -ec "\$(\w+)"\n', script)
         assert f'{bare}=$(command_under "{heading}")' in script
     assert subprocess.run(["bash", "-n", ROOT / ".ci" / "run"]).returncode == 0
 

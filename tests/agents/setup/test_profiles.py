@@ -73,6 +73,7 @@ def test_a_configuration_that_says_no_size_counts_as_pretrained(folder: Path, ab
 
 
 def test_a_profile_fills_what_is_unset_and_nothing_else(folder: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "tapereel.profile")
     made = train_config(folder, "warm.tapes=x", "warm.optimiser.betas=[0.9, 0.9]", "loop.limits.turns=4")
     assert (made.loop.optimiser.lr, made.loop.optimiser.schedule.warmup, made.loop.group_size) == (1e-6, 10, 8)
     assert (made.loop.limits.turns, made.loop.limits.agent_seconds, made.loop.sampling.max_tokens) == (4, 600, 1024)
