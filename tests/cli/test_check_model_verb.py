@@ -47,7 +47,9 @@ def test_a_known_and_an_unknown_family(unknown: str, tmp_path: Path, capsys: pyt
     assert "none.json" in capsys.readouterr().err
 
 
-def test_a_run_that_offers_no_tools_says_nothing_of_calls(unknown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_offers_no_tools_says_nothing_of_calls(
+    unknown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = ["engine.answers=['7']", f"engine.tokenizer={unknown}", "sampling.temperature=0"]
     words = [word for one in settings for word in ("--set", one)]
     main(["run", *SCENE, *words, "--out", str(tmp_path / "run")])

@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, cast
 
-from ....agents.engines.engine import EngineError
 from ....tapes.common.hub import local_folder
+from ..engine import EngineError, error_text
 from ..transport.absence import Absence
 from ..transport.http_channel import Server, ServerFailed
 from ..transport.wire import field
@@ -52,7 +52,7 @@ async def connect(
     If `weights` is true, weight syncs are possible. Servers that were left paused are then resumed. Servers may have
     different weights at first, because the first weight sync makes them equal. `adapters` has the settings for
     `publish: lora`. The call waits until all servers answer, but at most `config.patience` seconds. If the addresses
-    are in a file, one server is enough, and the others join when they answer.
+    are in a file, one server is enough. The others are named in a warning, and join when they answer as they should.
 
     Raises EngineError if a server is unreachable or unsuitable, or if this process can't send weights to it. All
     servers are closed in this case."""
@@ -62,6 +62,7 @@ async def connect(
     if not servers:
         raise ValueError(f"engine.urls is {config.urls!r} and no servers are passed: name at least one address")
     away: list[Server] = []
+    unfit: list[Server] = []
     group: NCCLGroup | None = None
     try:
         if weights and config.publish == "nccl":
@@ -72,11 +73,18 @@ async def connect(
                 if isinstance(config.urls, str):
                     answers = await asyncio.gather(*(server.healthy(HEALTH_SECONDS) for server in servers))
                     away = [server for server, well in zip(servers, answers, strict=True) if not well and any(answers)]
+                    away += [server for server in unfit if server not in away]
                 there = [server for server in servers if server not in away]
                 try:
                     engine = await _connected(config, renderer, weights, adapters, group, there)
                     break
-                except ServerFailed as error:
+                except Exception as error:  # an answer may cause any error, and a server that isn't needed ends no run
+                    found = await _unfit(config, renderer, weights, there) if isinstance(config.urls, str) else []
+                    if 0 < len(found) < len(there):
+                        unfit += found
+                        continue
+                    if not isinstance(error, ServerFailed):
+                        raise
                     gone = [
                         await is_away(server, error, HEALTH_SECONDS) for server in there if server.url in str(error)
                     ]
@@ -92,6 +100,27 @@ async def connect(
     if isinstance(config.urls, str) or (weights and len(servers) > 1):
         engine.fleet.watch(partial(_member, engine, config, renderer, weights, group), [server.url for server in away])
     return engine
+
+
+async def _unfit(config: ServerSettings, renderer: Renderer, weights: bool, servers: Sequence[Server]) -> list[Server]:
+    """Return the servers that can't take part beside the first one that can, each of them named in a warning. A server
+    that doesn't answer isn't one of them."""
+    found, first = list[Server](), None
+    for server in servers:
+        try:
+            _, able = await probe(server, renderer, config.model)
+            if weights and config.publish != "lora":
+                _check_takes_weights([server], able.takes_weights)
+            able = replace(able, takes_weights=False)
+            if first is not None and able != first:
+                raise EngineError(f"the servers differ: it is {able}, and the others are {first}")
+            first = able
+        except Exception as error:
+            if isinstance(error, ServerFailed) and error.away is not False:
+                continue
+            log.warning("%s is left out: %s", server, error if isinstance(error, EngineError) else error_text(error))
+            found.append(server)
+    return found
 
 
 async def _member(

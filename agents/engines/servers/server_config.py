@@ -12,7 +12,10 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from ....tapes.common.config import Config, FreeAtResume
 from ....tapes.common.redact import refuse_secret
+from ....tapes.common.text import logger
 from ....tapes.errors import UsageError
+
+log = logger("engine")
 
 PublishWay = Literal["reload", "lora", "transfer", "nccl"]
 """How servers receive new weights. `reload`: every server reloads a folder. `transfer`: vLLM's weight-transfer routes
@@ -63,13 +66,15 @@ Addresses = Annotated[
 
 
 def addresses(urls: Addresses) -> tuple[str, ...]:
-    """Return the addresses. A file is read now. Raises UsageError if it can't be read, names no server, or has a line
-    that isn't an address."""
+    """Return the addresses. A file is read now. Its lines that aren't an address are named in a warning, and left out.
+    Raises UsageError if the file can't be read or names no server."""
     if not isinstance(urls, str):
         return urls
     found, problem = read_addresses(urls)
     if problem is not None:
-        raise problem
+        if not found:
+            raise problem
+        log.warning("%s; these lines are left out", problem)
     return tuple(found)
 
 

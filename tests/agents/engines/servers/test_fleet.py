@@ -299,12 +299,25 @@ ODD_LINES = [
 ]
 
 
+def odd_servers() -> list[FaultyServer]:
+    models = [{"data": [{"id": ["m"]}]}, {"data": [{"id": "m", "max_model_len": "64"}]}, []]
+    odd = [Odd("listed", "-1"), Odd("listed", None), Odd("listed", {}), *(Odd("/v1/models", value) for value in models)]
+    return [*odd, Odd("/version", {"version": {"a": 1}}), Odd("/version", None), Odd("/weight_info", [1])]
+
+
+def test_an_engine_begins_with_the_servers_of_a_file_that_can_take_part(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(engine: RemoteEngine, urls: list[str]) -> None:
+        assert list(engine.samplers) == [urls[0], urls[-1]]
+        assert [url for url in urls[1:-1] if url not in caplog.text] == []
+
+    using([FaultyServer(), *odd_servers(), FaultyServer()], test, path=tmp_path / "servers.txt")
+
+
 def test_whatever_joins_is_left_out_by_name_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    models = [{"data": [{"id": ["m"]}]}, {"data": [{"id": "m", "max_model_len": "64"}]}, []]
-    odd = [Odd("listed", "-1"), Odd("listed", None), Odd("listed", {}), *(Odd("/v1/models", value) for value in models)]
-    odd += [Odd("/version", {"version": {"a": 1}}), Odd("/version", None), Odd("/weight_info", [1])]
     path = tmp_path / "servers.txt"
 
     async def test(engine: RemoteEngine, urls: list[str]) -> None:
@@ -320,10 +333,12 @@ def test_whatever_joins_is_left_out_by_name_and_the_run_goes_on(
         for sampler in engine.samplers.values():
             assert len((await sampler(ask())).ids or ()) == 5
 
-    using([FaultyServer(), *odd, FaultyServer()], test, weights_folder=tmp_path / "weights", path=path, named=1)
+    using(
+        [FaultyServer(), *odd_servers(), FaultyServer()], test, weights_folder=tmp_path / "weights", path=path, named=1
+    )
 
 
-def test_an_odd_address_is_refused_by_its_place(tmp_path: Path) -> None:
+def test_an_odd_address_is_named_by_its_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "servers.txt"
     for line in ODD_LINES:
         with pytest.raises(ValidationError) as refused:
@@ -331,9 +346,12 @@ def test_an_odd_address_is_refused_by_its_place(tmp_path: Path) -> None:
         (error,) = refused.value.errors()
         assert error["loc"] == ("urls", "list", 1), line
         if not {"\x00", "\t"} & set(line):
-            path.write_text(f"http://a\n{line}")
-            with pytest.raises(UsageError, match=re.escape(f"{path}: line 2: {line!r:.100}"[:-1])):
+            path.write_text(f"# none\n{line}")
+            with pytest.raises(UsageError, match=re.escape(named := f"{path}: line 2: {line!r:.100}"[:-1])):
                 addresses(f"file:{path}")
+            path.write_text(f"http://a\n{line}")
+            assert addresses(f"file:{path}") == ("http://a",)
+            assert named in caplog.messages[-1]
     fine = (
         "http://a",
         "http://a:1/",
