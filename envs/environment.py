@@ -31,7 +31,7 @@ Normalisers = Mapping[str, str | None]
 if the whole field varies. The name of a field has the form `kind.field`, with `[]` for list items, or `reward.name`. An
 example is `{"reading.text": "[0-9]+ ms"}`."""
 
-_FACTORY = "pass an Environment class, or a function without arguments that makes an instance"
+_FACTORY = "pass an Environment class, or a function that makes a new instance in each call: `lambda: MyEnv(...)`"
 
 
 class EnvironmentFault(TapereelError, TypeError):
@@ -91,11 +91,29 @@ def check_factory(factory: object) -> None:
 
 
 def new_environment(factory: EnvironmentFactory) -> AnyEnvironment:
-    """Make an instance. Raises NotAnEnvironment if `factory` can't be called or doesn't return an Environment."""
+    """Make the instance for one episode. Raises NotAnEnvironment if `factory` can't be called, doesn't return an
+    Environment, or returns an instance that it returned before."""
+    return first_use(call_factory(factory))
+
+
+def call_factory(factory: EnvironmentFactory) -> AnyEnvironment:
+    """Return what `factory` returns, for a factory around it. Raises NotAnEnvironment if it isn't an Environment."""
     check_factory(factory)
     env = factory()
     if not isinstance(env, Environment):
         raise NotAnEnvironment(f"the factory returned {shown(env)}, which is not an Environment: {_FACTORY}")
+    return env
+
+
+def first_use(env: AnyEnvironment) -> AnyEnvironment:
+    """Return an instance that a factory made. Raises NotAnEnvironment if a factory returned this instance before."""
+    if vars(env).get("_used") == id(env):  # a copy of a used instance has its attributes, but another id
+        name = type(env).__qualname__
+        raise NotAnEnvironment(
+            f"the factory returned the same {name} again, and an instance serves one episode: make a new one in each "
+            f"call, as `lambda: {name}(...)` does"
+        )
+    object.__setattr__(env, "_used", id(env))
     return env
 
 

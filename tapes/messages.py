@@ -12,6 +12,9 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import overload
 
+from pydantic_core import to_json
+
+from .errors import BadArgument, short_repr
 from .pictures import RECORDED, Picture, Video, Visual
 from .records import Call, Message
 from .steps import PLACES, Prompt, Step, Thought, ToolCalls, ToolResults, content_parts, parts_of
@@ -78,6 +81,33 @@ class Messages(Sequence[Message]):
             and other._n <= self._n
             and (other.head is self.head or other.head == self.head)
         )
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""The roles of chat messages."""
+
+
+def check_messages(messages: object) -> Sequence[Message]:
+    """Return the messages of a request. Raises BadArgument for anything but chat messages, and names the message."""
+    if isinstance(messages, Messages):
+        return messages  # a tape made them
+    if not isinstance(messages, list | tuple) or not messages:
+        raise BadArgument(f"messages is {short_repr(messages)}: give a list with at least one chat message")
+    for k, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise BadArgument(f"messages[{k}] is {short_repr(message)}: write {{'role': 'user', 'content': ...}}")
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise BadArgument(f"messages[{k}]['role'] is {short_repr(role)}: it must be one of {', '.join(ROLES)}")
+        parts = isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
+        if not (parts or isinstance(content, str) or (content is None and role == "assistant")):
+            wanted = "a str, or a list of parts such as {'type': 'text', 'text': ...}"
+            raise BadArgument(f"messages[{k}]['content'] is {short_repr(content)}: it must be {wanted}")
+        try:
+            to_json(message)
+        except ValueError as error:
+            raise BadArgument(f"messages[{k}] can't be recorded as JSON: {error}") from error
+    return messages
 
 
 def shared_prefix(a: Sequence[Message], b: Sequence[Message]) -> int:

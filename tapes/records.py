@@ -11,6 +11,7 @@ import hashlib
 import json
 import operator
 from collections.abc import Iterable
+from copy import deepcopy
 from functools import partial
 from typing import Any, Literal, cast, get_args
 
@@ -104,10 +105,19 @@ class Task(Value):
         """Return `value` if it is a Task, otherwise a bare task with `value` as its private part."""
         return value if isinstance(value, Task) else cls(private=cast(JsonValue, value), bare=True)
 
+    def fresh(self) -> Task:
+        """Return a copy with lists and dicts of its own, so that a change to them changes no other attempt's task."""
+        parts = {
+            k: deepcopy(v) for k, v in (("public", self.public), ("private", self.private)) if type(v) in (dict, list)
+        }
+        return self.model_copy(update=parts) if parts else self
+
     @property
     def given(self) -> object:
-        """The argument for `Environment.reset`: the plain value of a bare task, otherwise the task itself."""
-        return self.filled(self.private) if self.bare else self
+        """The argument for `Environment.reset`: the plain value of a bare task, otherwise the task. It is a fresh copy,
+        which the environment may change."""
+        own = self.fresh()
+        return own.filled(own.private) if self.bare else own
 
     @property
     def expected(self) -> JsonValue:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from pydantic import GetCoreSchemaHandler, JsonValue
 from pydantic_core import CoreSchema, core_schema, from_json, to_json
 
-from .errors import BadPicture, HiddenFromAgent, NotATape
+from .errors import BadArgument, BadPicture, HiddenFromAgent, NotATape
 from .messages import ENV, Conversation, Messages
 from .pictures import Picture, pictures_of
 from .places import Place
@@ -337,8 +337,16 @@ class Tape(Sequence[Step]):
 
     def messages(self, system: str | None = None, *, path: str | None = None) -> Messages:
         """Return the conversation of the agent at `path` as chat messages, after the system prompt if one is given. The
-        default for `path` is `scope`."""
-        items, n = self._log.conversation(self.scope if path is None else path, self._n)
+        default for `path` is `scope`, and outside an agent the outermost agent. Raises BadArgument if the episode has
+        ended and `path` had no agent."""
+        log = self._log
+        path = path if path is not None else self.scope or log.begin.agent.name
+        if log.end is not None:
+            known = {log.begin.agent.name, *(e.by for e in log.entries), *(call.by for _, call in log.call_order)}
+            if path not in known - {ENV}:
+                paths = ", ".join(map(repr, sorted(known - {ENV})))
+                raise BadArgument(f"tape {self.id} has no agent {path!r}: its agents are {paths}")
+        items, n = log.conversation(path, self._n)
         head = ({"role": "system", "content": system},) if system is not None else ()
         return Messages(head, items, n)
 

@@ -99,6 +99,9 @@ class Request:
     capability `grammar` gets one. `Sampling.min_tokens` and `ignore_eos` don't apply to such a request."""
     path: str = ""
     """Path of the agent that sends the request, for replay and logs. It must not influence what is sampled."""
+    number: int | None = None
+    """How many requests the episode sent to this engine before this one, or None for a request outside an episode. A
+    retry keeps its number, and a fork counts the calls that it inherited. Only a script of answers needs it."""
     stop_ids: tuple[int, ...] = ()
     """Ids that end the completion, in addition to the model's own. The completion includes the id that ended it."""
     cache_key: str = ""

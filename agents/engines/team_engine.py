@@ -7,11 +7,11 @@ because a tape has only one of each. Answers from an engine without a renderer a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from ...tapes.errors import UsageError
+from ...tapes.errors import TapereelError, UsageError
 from .engine import (
     BLIND,
     Capability,
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..rendering.renderer import Renderer
+
+
+class UnknownAgent(TapereelError, ValueError):
+    """The settings name an agent that doesn't speak in the episodes. The message has the paths of those that do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +141,18 @@ class TeamEngine:
 
     def of(self, path: str) -> Engine:
         """Return the engine that answers requests from the agent at `path`. Raises EngineError if there is none."""
-        above = path
-        while above not in self.engines:
-            if not above:
-                raise EngineError(
-                    f"No engine answers for the agent {path!r}; the team has the paths {_quoted(self.engines)}"
-                )
-            above = above.rpartition("/")[0]
-        return self.engines[above]
+        found = self.engines.get(self.seat(path))
+        if found is None:
+            raise EngineError(
+                f"No engine answers for the agent {path!r}; the team has the paths {_quoted(self.engines)}"
+            )
+        return found
+
+    def seat(self, path: str) -> str:
+        """Return the nearest path to `path`, from itself upwards, that has an engine, or an empty string."""
+        while path and path not in self.engines:
+            path = path.rpartition("/")[0]
+        return path
 
     async def complete(self, request: Request) -> Completion:
         """Return a completion from the engine for `request.path`. `Completion.engine` is that engine's name."""
@@ -175,6 +183,23 @@ class TeamEngine:
         for engine in self._distinct:
             if id(engine) not in self._lent:
                 await engine.close()
+
+
+def answering(engine: Engine, path: str) -> Engine:
+    """Return the engine that answers the agent at `path`: one of a team's engines, or `engine` itself."""
+    return engine.engines.get(engine.seat(path), engine) if isinstance(engine, TeamEngine) else engine
+
+
+def check_seats(engine: Engine, spoke: Set[str]) -> None:
+    """Raise UnknownAgent if a team has an engine for a path at which, or below which, none of the agents in `spoke` is.
+    Another engine would answer for the agent that was meant, without a word."""
+    seats = engine.engines if isinstance(engine, TeamEngine) and spoke else ()
+    unknown = [seat for seat in seats if seat and not any(f"{path}/".startswith(f"{seat}/") for path in spoke)]
+    if unknown:
+        raise UnknownAgent(
+            f"the players name {_quoted(unknown)}, but the agents that spoke are {_quoted(sorted(spoke))}: correct "
+            "`players.NAME.agents`"
+        )
 
 
 def lead_of(engine: Engine) -> Engine:

@@ -45,6 +45,18 @@ class Agent:
         """Return the name, class and configuration that `begin` records."""
         return Identity(name=self.path, cls=qualified(type(self)), config=configuration(self))
 
+    _factory: Callable[[], Agent] | None = None
+
+    def made_by(self, factory: Callable[[], Agent]) -> Agent:
+        """Return this agent, whose other instances `factory` makes. From now on, `for_episode` makes a new one."""
+        self._factory = factory
+        return self
+
+    def for_episode(self) -> Agent:
+        """Return the agent that acts in one episode: a new instance if the run was given a class or a function that
+        makes agents, and otherwise this one, which all episodes share."""
+        return self if self._factory is None else self._factory()
+
 
 class FunctionAgent(Agent):
     """An agent made of one async generator function `(tape, llm) -> steps`."""

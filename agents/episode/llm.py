@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Integral
 from typing import Any, cast
 
-from pydantic import BaseModel, JsonValue
+from pydantic import JsonValue, ValidationError
 
 from ...tapes import Call, CauseType, Message, Sampling, Step, Tape, ToolCall
-from ...tapes.common.arguments import check_arguments
+from ...tapes.common.arguments import check_arguments, shown
 from ...tapes.common.run_async import GRACE
 from ...tapes.common.shared_loop import guest
-from ...tapes.messages import part_of, said, video_in
+from ...tapes.errors import BadArgument, short_repr
+from ...tapes.messages import check_messages, part_of, said, video_in
 from ...tapes.pictures import pictures_of
 from ...tapes.records import Attempt, Constraint
 from ...tapes.steps import content_parts
@@ -37,9 +40,10 @@ from ..engines.engine import (
     Request,
     error_text,
 )
+from ..engines.team_engine import answering
 from ..rendering.answer_grammar import Grammar, answer_grammar
 from ..rendering.renderer import Rendered
-from ..rendering.tool_calls import HermesReader, read_tool_calls, tool_schema
+from ..rendering.tool_calls import HermesReader, ToolLike, read_tool_calls, tool_schema
 from . import fire
 from .clock import Clock
 from .conversations import AUTHORED, Conversations, PendingCall
@@ -118,6 +122,8 @@ class LLM(Clock):
         self._budget = TokenBudget(limits.tokens)
         self._numbers: dict[str, int] = {}
         """Number of the newest call in each seed stream."""
+        self._sent: Counter[int] = Counter()
+        """Number of requests to each engine, by the engine's id (`Request.number`)."""
         self._cache_keys: set[str] = set()
         self._delegated: list[tuple[Step, str]] = []
         """(step, path) for each step that the sub-agent at this path is about to yield."""
@@ -149,7 +155,7 @@ class LLM(Clock):
         *,
         system: str | None = None,
         messages: Sequence[Message] | None = None,
-        tools: Sequence[type[BaseModel] | dict[str, JsonValue]] | None = None,
+        tools: Sequence[ToolLike] | None = None,
         temperature: float | None = None,
         max_tokens: int | None = None,
         conversation: str = "",
@@ -161,26 +167,39 @@ class LLM(Clock):
     ) -> Reply:
         """Ask the model as the agent that sees `tape`.
 
-        The prompt is `system` followed by the tape's conversation. If `messages` are given, they are the whole prompt.
-        `tools` are step classes or function schemas. `conversation` names a further conversation of the same agent,
-        with its own history and seeds. If one agent asks several questions concurrently, each question needs its own
-        conversation name. Otherwise the order of the calls would depend on the event loop. `sampling` replaces the
-        episode's sampling parameters for this call, and `seed` is mixed into the call's own seed. `constraint` is the
-        form that the answer must have. The call records whether the engine enforced it. `listener` receives tokens
-        while they are sampled. Use it only for display, because not every engine reports tokens before the answer is
-        complete. `on_prompt` receives the prompt's text before the first token, if the engine has a renderer.
-        This call waits while concurrent calls hold all remaining tokens of a token limit. Raises LimitReached (don't
-        catch it), ModelFailed and RenderFailed.
+        The prompt is `system` followed by the tape's conversation. If `messages` are given, they are the whole prompt,
+        and `system` isn't allowed. `tools` are functions, step classes or function schemas. `conversation` names a
+        further conversation of the same agent, with its own history and seeds. If one agent asks several questions
+        concurrently, each question needs its own conversation name. Otherwise the order of the calls would depend on
+        the event loop. `sampling` replaces the episode's sampling parameters for this call, and `seed` is mixed into
+        the call's own seed. `constraint` is the form that the answer must have. The call records whether the engine
+        enforced it. `listener` receives tokens while they are sampled. Use it only for display, because not every
+        engine reports tokens before the answer is complete. `on_prompt` receives the prompt's text before the first
+        token, if the engine has a renderer. This call waits while concurrent calls hold all remaining tokens of a token
+        limit. Raises BadArgument, LimitReached (don't catch it), ModelFailed and RenderFailed.
         """
         if self.engine is None:
             raise ValueError(
                 f"agent {tape.scope!r} asks a model, but the rollout has no engine: pass `engine=` to rollout"
             )
         await self._check_limits()
-        asked = messages if messages is not None else tape.messages(system)
+        _check_types(
+            system=(system, str),
+            tools=(tools, list | tuple),
+            conversation=(conversation or None, str),
+            sampling=(sampling, Sampling),
+            seed=(seed, Integral),
+            constraint=(constraint, Constraint),
+        )
+        settings = sampling or self.sampling
+        if sampling is not None or temperature is not None or max_tokens is not None:
+            settings = _sampling(settings, temperature=temperature, max_tokens=max_tokens)
+        if messages is not None and system is not None:
+            raise BadArgument("llm() got system and messages: make the system prompt the first of the messages")
+        asked = check_messages(messages) if messages is not None else tape.messages(system)
         schemas = tuple(tool_schema(tool) for tool in tools) if tools else None
         exchange = _Exchange(self, self.engine, tape.scope, conversation, asked, schemas)
-        exchange.prepare(sampling or self.sampling, temperature, max_tokens, seed, constraint, listener)
+        exchange.prepare(settings, seed, constraint, listener)
         if on_prompt is not None and exchange.prompt is not None:
             on_prompt(exchange.prompt)
         return exchange.read(await exchange.sample())
@@ -261,6 +280,8 @@ class LLM(Clock):
             if call.engine != AUTHORED:  # an authored call used no seed
                 stream = seed_stream(call.by, call.conversation)
                 self._numbers[stream] = self._numbers.get(stream, -1) + 1
+                if self.engine is not None:
+                    self._sent[id(answering(self.engine, call.by))] += 1
         self._conversations.inherit(prefix, calls)
 
     def number(self, stream: str, n: int) -> None:
@@ -355,8 +376,6 @@ class _Exchange:
     def prepare(
         self,
         sampling: Sampling,
-        temperature: float | None,
-        max_tokens: int | None,
         seed: int | None,
         constraint: Constraint | None,
         listener: Listener | None,
@@ -367,11 +386,13 @@ class _Exchange:
             self._check_sight()
         rendered = llm._render(path, conversation, self._messages, self._schemas)
         llm.asked += 1
-        rendered, sampling = self._fit(rendered, sampling, temperature, max_tokens)
+        rendered, sampling = self._fit(rendered, sampling)
         call = llm.recorder.new_call_id()
         stream = seed_stream(path, conversation)
         number = llm._numbers[stream] = llm._numbers.get(stream, -1) + 1
         seeds = partial(_seed, llm._seed, stream, seed)
+        answers = id(answering(self._engine, path))
+        llm._sent[answers] += 1
         cache_key = f"{llm.recorder.tape}/{path}/{conversation}"
         llm._cache_keys.add(cache_key)
         self._listener = _SafeListener(listener) if listener is not None else None
@@ -385,6 +406,7 @@ class _Exchange:
             constraint=constraint,
             grammar=self._grammar(constraint, rendered, sampling) if constraint is not None else (),
             path=path,
+            number=llm._sent[answers] - 1,
             cache_key=cache_key,
             on_partial=self._partial.append,
             on_start=self._timer.start,
@@ -424,13 +446,11 @@ class _Exchange:
             if shown is None or part != part_of(shown) or any(one.name not in known for one in pictures_of(shown)):
                 raise RenderFailed(f"no step shows the picture or video of the part {part!r:.200}")
 
-    def _fit(
-        self, rendered: Rendered | None, base: Sampling, temperature: float | None, max_tokens: int | None
-    ) -> tuple[Rendered | None, Sampling]:
+    def _fit(self, rendered: Rendered | None, base: Sampling) -> tuple[Rendered | None, Sampling]:
         """Return (prompt, sampling), fitted into the limits. If `Limits.keep_prompt` is set, a prompt that is too long
         is cut. max_tokens is reduced to the space that the prompt leaves in the context."""
         limits = self._llm._limits
-        wanted = base.max_tokens if max_tokens is None else max_tokens
+        wanted = base.max_tokens
         context = min(filter(None, (limits.context, self._engine.context)), default=None)
         most, keep = limits.prompt_tokens, limits.keep_prompt
         if keep is not None and context is not None:
@@ -451,10 +471,7 @@ class _Exchange:
                 sizes = f"the prompt has {len(rendered.ids)} tokens, the context {context}"
                 raise self._llm._latch(CauseType.CONTEXT, sizes)
             wanted = min(wanted, room)
-        if temperature is None and wanted == base.max_tokens:
-            return rendered, base
-        update = {"max_tokens": wanted, "temperature": base.temperature if temperature is None else temperature}
-        return rendered, base.model_copy(update=update)
+        return rendered, base if wanted == base.max_tokens else base.model_copy(update={"max_tokens": wanted})
 
     # sample and record
 
@@ -574,6 +591,23 @@ class _Exchange:
             read.reasoning,
             read.answer,
         )
+
+
+def _sampling(base: Sampling, **given: float | None) -> Sampling:
+    """Return `base` with the values that a call gives. Raises BadArgument if a value is invalid. With it, an engine
+    could fail for every request of a batch, and the record of the call couldn't be read."""
+    try:
+        return Sampling.model_validate({**vars(base), **{k: v for k, v in given.items() if v is not None}})
+    except ValidationError as error:
+        wrong = [f"{'.'.join(map(str, e['loc']))} is {short_repr(e['input'])}: {e['msg']}" for e in error.errors()]
+        raise BadArgument(f"llm(): {'; '.join(wrong)}") from error
+
+
+def _check_types(**arguments: tuple[object, Any]) -> None:
+    """Raise BadArgument if an argument, given as (value, type), has another type and isn't None."""
+    for name, (value, kind) in arguments.items():
+        if value is not None and not isinstance(value, kind):
+            raise BadArgument(f"llm(): {name} is {shown(value)}; it must be a {getattr(kind, '__name__', kind)}")
 
 
 class _Failed(Exception):

@@ -107,7 +107,7 @@ async def rollout(
     if absence is not None:
         await absence.over()
     factory, env = env, env if isinstance(env, Environment) else _new_environment(env)
-    task, limits = as_task(task, 0), limits or Limits()
+    task, limits = as_task(task, 0).fresh(), limits or Limits()
     begin = Begin(
         tape=tape_id or new_tape_id(),
         task=task,
@@ -185,6 +185,8 @@ class Episode:
         retries: int,
     ) -> None:
         self.agent = agent
+        self.actor: Agent | None = None
+        """The instance that acts in this episode (`Agent.for_episode`). None before the first turn."""
         self.env = env
         self.recorder = recorder
         self.limits = limits
@@ -346,7 +348,8 @@ class Episode:
         return action, None
 
     async def _turn(self, view: Tape) -> Action | None:
-        steps = self.agent.act(view, self.llm)
+        self.actor = self.actor or self.agent.for_episode()
+        steps = self.actor.act(view, self.llm)
         if not hasattr(steps, "__aiter__"):
             close = getattr(steps, "close", None)
             if close is not None:

@@ -8,18 +8,27 @@ that was cut off has no calls, because the model hadn't finished it.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from pydantic import BaseModel, JsonValue
 
+from ...tapes.common.arguments import shown
 from ...tapes.common.plain_json import read_plain
+from ...tapes.errors import BadArgument
 from ...tapes.records import Message
 from ...tapes.steps import ToolCall
 from .incremental_decoder import overlap
+
+if TYPE_CHECKING:
+    from ...envs.adapters.tools import Tool
+
+ToolLike: TypeAlias = "Callable[..., object] | Tool | type[BaseModel] | dict[str, JsonValue]"
+"""What can be offered to a model: a function, a `Tool`, a step class or a function schema."""
 
 _TAG, _END_TAG = "<tool_call>", "</tool_call>"
 _THINK, _END_THINK = "<think>", "</think>"
@@ -476,11 +485,24 @@ def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
     return match.end() if match is not None else at
 
 
-def tool_schema(tool: type[BaseModel] | dict[str, JsonValue]) -> dict[str, JsonValue]:
+def tool_schema(tool: ToolLike) -> dict[str, JsonValue]:
     """Return a tool's function schema in the chat format. A dict is returned unchanged. For a step class, the schema
-    is built from its kind, docstring and fields."""
-    if isinstance(tool, dict):
+    is built from its kind, docstring and fields, and for a function from its type hints and docstring. Raises
+    BadArgument for any other value."""
+    from ...envs.adapters.tools import Tool
+    from ...envs.adapters.tools import tool as of_function
+
+    if isinstance(tool, dict) and tool_name(tool):
         return tool
+    if isinstance(tool, Tool):
+        return tool.schema
+    if inspect.isroutine(tool):
+        return of_function(tool).schema
+    if not isinstance(tool, type) or not issubclass(tool, BaseModel):
+        raise BadArgument(
+            f"the tool {shown(tool)} can't be offered: give a function, a Tool, a step class, or a schema of the form "
+            "{'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': ...}}"
+        )
     schema = tool.model_json_schema()
     schema.pop("title", None)
     description = schema.pop("description", None) or ""

@@ -229,6 +229,7 @@ class _Engine(ReplayEngine):
         script = self._script
         if script.over:
             raise script.end()
+        call = None
         try:
             tape, call = self.take(request)
             if call.finish == "cancelled" and script.cut_off and script.turns[call.call] > script.last:
@@ -238,6 +239,11 @@ class _Engine(ReplayEngine):
             known = any(call.by == request.path for call in script.tape.calls)
             if error.divergence.cause is Likely.EXHAUSTED and (known or script.past_the_cut):
                 raise script.beyond(request.path, "calls the model", plain(list(request.messages)[-1:])) from error
+            if call is not None and script.turns[call.call] > script.turn:
+                # The request got the answer of a later turn's call, and that call says nothing about this turn.
+                sentence = f"one call more than recorded: {request.path!r} asks again in this turn"
+                observed = plain(list(request.messages)[-1:])
+                raise script.differs("call", None, observed, Likely.CODE, sentence, by=request.path) from error
             found = error.divergence
             if found.turn is None:
                 found = found.model_copy(update={"turn": script.turn})

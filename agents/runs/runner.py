@@ -32,12 +32,13 @@ from ...tapes.store.store import Store
 from ...tapes.store.summary import attempts_of
 from ...tapes.value import Value
 from ..engines.engine import Engine, EngineStopped
+from ..engines.team_engine import check_seats
 from ..episode.rollout import rollout
 from ..episode.seeds import derive_seed
 from ..setup.engine_config import check_models, warn_of_faults
 from ..setup.profiles import fitted
 from ..setup.setup import AgentSource, EnvSource, LoadedSetup, Setup, TasksSource
-from ..setup.team_config import AttemptsConfig, RolloutConfig, make_team
+from ..setup.team_config import AttemptsConfig, RolloutConfig, check_outermost, make_team
 from .group import RETRIES, needs_episode, run_all, run_attempt
 from .pass_at_k import Comparison, Rewards, Scores, check_k, compare, evaluate_rewards, standard_error
 
@@ -137,6 +138,7 @@ def run(
     # Load the objects before the event loop starts, because the user's code that makes them may run its own.
     check_models([config.engine, *(player.engine for player in config.players.values())])
     config, setup = fitted(config).resolve(agent=agent, env=env, tasks=tasks)
+    check_outermost(config.players, setup.agent.path)
     check_free(out)  # checked before a model is loaded
     with setup:
         return run_async(_run(config, setup, Path(out).absolute(), resume, progress, started))
@@ -181,6 +183,8 @@ class _Attempts:
         self.faults = Faults()
         self.recorded = 0
         """Number of episodes in this process."""
+        self.spoke: set[str] = set()
+        """Paths of the agents that spoke in these episodes, without those that an error cut off."""
         self.done, self.total = 0, len(setup.tasks) * config.attempts
         """The number of attempts that have ended, and the number of all attempts."""
         for summary in directory.store.summaries(split=config.split, closed=True):
@@ -206,14 +210,18 @@ class _Attempts:
         ]
 
     async def run(self, engine: Engine, progress: Progress) -> None:
-        """Roll out the open attempts."""
+        """Roll out the open attempts. Raises UnknownAgent if a player's agent doesn't speak in the first `concurrency`
+        of them."""
         todo = self.open
         self.done, rewards = self.total - len(todo), list[float]()
+        checked = min(self.config.concurrency, len(todo)) if not self.done else None
         progress("rolling out", self.done, self.total, "")
 
         async def attempt(place: tuple[Task, int]) -> None:
             tapes = await self._run_attempt(*place, engine)
             self.done, self.recorded = self.done + 1, self.recorded + len(tapes)
+            if self.done == checked:
+                check_seats(engine, self.spoke)
             rewards.extend(tape.reward for tape in tapes if tape.reward is not None)
             reward = f"reward {fixed(mean(rewards))}" if rewards else "nothing scored yet"
             progress("rolling out", self.done, self.total, reward)
@@ -244,6 +252,8 @@ class _Attempts:
                 journal=self.journal,
             )
             tapes.append(tape)
+            if tape.trains and tape.status is not Status.ERROR:
+                self.spoke.update(call.by for call in tape.calls)
             if tape.status is Status.ERROR and tape.cause is not None:
                 self.faults.count(tape.id, tape.cause)
             for fault in tape.end.beside if tape.end is not None else ():

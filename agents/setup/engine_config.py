@@ -23,7 +23,7 @@ from ...tapes.common.redact import names_secret
 from ...tapes.errors import MissingExtra, UsageError
 from ...tapes.records import Publish, Sampling
 from ..engines.embedded.pretrained import Dtype
-from ..engines.engine import Capability, Engine, EngineError, Request, require
+from ..engines.engine import Capability, Engine, require
 from ..engines.scripted import Policy, ScriptedEngine
 from ..engines.servers.server_config import Address, RequestConfig, ServerSettings, addresses
 from ..engines.weights.weight_config import AdapterConfig
@@ -153,7 +153,7 @@ class ScriptedConfig(RenderedConfig):
 
     kind: Literal["scripted"] = "scripted"
     answers: tuple[str, ...] = ()
-    """In every conversation, the engine answers the k-th request with the k-th answer."""
+    """In every episode, the engine answers the k-th request with the k-th answer."""
     policy: str | None = None
     """`module:name` of a function from a Request to the answer. It replaces `answers`."""
     tokenizer: str | None = None
@@ -348,7 +348,7 @@ async def make_engine(config: AnyEngineConfig) -> Made:
     """Create the engine that `config` describes. Raises EngineError for an unusable server."""
     if isinstance(config, ScriptedConfig):
         renderer = None if config.tokenizer is None else config.renderer.load(config.tokenizer)
-        return Made(ScriptedEngine(_policy(config), renderer=renderer), None)
+        return Made(ScriptedEngine(_script(config), renderer=renderer), None)
     if isinstance(config, EmbeddedConfig):
         return _embedded(config)
     if isinstance(config, LiteLLMConfig):
@@ -391,19 +391,10 @@ async def connect_to(
     return await connect(config, renderer, weights=weights, adapters=adapters, servers=[own])
 
 
-def _policy(config: ScriptedConfig) -> Policy:
-    if config.policy is not None:
-        return cast(Policy, load_function(config.policy, "a function from a Request to an answer"))
-    answers = config.answers
-
-    def in_turn(request: Request) -> str:
-        # The index comes from the conversation and not from a counter, because concurrent episodes share this function.
-        k = sum(message["role"] == "assistant" for message in request.messages)
-        if k >= len(answers):
-            raise EngineError(f"the script has {len(answers)} answers, and one more was requested")
-        return answers[k]
-
-    return in_turn
+def _script(config: ScriptedConfig) -> Sequence[str] | Policy:
+    if config.policy is None:
+        return config.answers
+    return cast(Policy, load_function(config.policy, "a function from a Request to an answer"))
 
 
 def _embedded(config: EmbeddedConfig) -> Made:

@@ -21,7 +21,7 @@ from pydantic import Field, JsonValue
 
 from ...envs.adapters.tools import ToolEnvironment
 from ...envs.blocking import in_thread
-from ...envs.environment import Environment, EnvironmentFactory
+from ...envs.environment import Environment, EnvironmentFactory, first_use
 from ...envs.load_named import load_function, load_named, not_loaded, raised
 from ...envs.rewards import load_rewards, rewarded
 from ...envs.taskset import TASK_FILES, BadTasks, Taskset, hub_tasks, standard_row
@@ -188,8 +188,9 @@ class Setup(TasksConfig, SeedConfig):
 
 
 def load_agent(source: AgentSource, name: str | None = None) -> Agent:
-    """Return the agent. `source` is an agent, a class or function that creates one, or the name of one of these. `name`
-    is the agent's name in error messages."""
+    """Return the agent. `source` is an agent, a class or function that creates one, or the name of one of these. A
+    class or function then creates one for each episode (`Agent.for_episode`). `name` is the agent's name in error
+    messages."""
     name = name or (source if isinstance(source, str) else _name_of(source))
     found = _named(source, "agent")
     # An instance is used as it is. An act function is not called, because only `@agent` makes it an agent (see the
@@ -197,7 +198,7 @@ def load_agent(source: AgentSource, name: str | None = None) -> Agent:
     is_act = inspect.isasyncgenfunction(found)
     made = found if isinstance(found, Agent) or is_act or not callable(found) else _call(found, name)
     if isinstance(made, Agent):
-        return made
+        return made if made is found else made.made_by(cast(Callable[[], Agent], found))
     hint = "; put @agent above it, and it is one" if is_act else ""
     raise UsageError(
         f"{name} is {_described(found)}{_returned(found, made)}, not an agent: name an Agent, its class, or "
@@ -218,10 +219,11 @@ def _loaded_env(source: EnvSource, name: str | None) -> tuple[EnvironmentFactory
     """Return (factory, an instance that is already closed)."""
     name = name or (source if isinstance(source, str) else _name_of(source))
     found = _named(source, "env")
-    wanted = "name an Environment class, or a function without arguments that makes an instance"
+    wanted = "name an Environment class, or a function without arguments that makes a new instance in each call"
     if isinstance(found, Environment):
         raise UsageError(
-            f"{name} is one instance of {type(found).__qualname__}, and an instance lives for one episode: {wanted}"
+            f"{name} is one instance of {type(found).__qualname__}, and an instance lives for one episode: {wanted}, "
+            f"as `lambda: {type(found).__qualname__}(...)` does"
         )
     # Create one instance now, so that a wrong factory fails here and not in the first episode.
     made = run_async(_trial(found, name)) if callable(found) else found
@@ -243,7 +245,7 @@ async def _trial(factory: Callable[[], Any], name: str) -> object:
         made = _call(factory, name)
         if isinstance(made, Environment):
             doing = f"{type(made).__qualname__}.close"
-            asyncio.run(made.close())
+            asyncio.run(first_use(made).close())
         return made
 
     try:

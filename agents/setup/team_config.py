@@ -15,7 +15,7 @@ from ...tapes.common.config import Config
 from ...tapes.errors import UsageError
 from ...tapes.records import Publish, Sampling
 from ..engines.engine import Engine
-from ..engines.team_engine import TeamEngine, check_sight, check_writing
+from ..engines.team_engine import TeamEngine, UnknownAgent, check_sight, check_writing
 from ..episode.limits import Limits
 from .engine_config import (
     AnyEngineConfig,
@@ -112,6 +112,17 @@ def check_together(engine: AnyEngineConfig, players: Mapping[str, PartnerConfig]
         if players
         else {}
     )
+
+
+def check_outermost(players: Mapping[str, PartnerConfig], agent: str) -> None:
+    """Raise UnknownAgent if a player has an agent whose path doesn't begin with `agent`, the outermost agent's."""
+    for name, player in players.items():
+        wrong = next((path for path in player.agents if not f"{path}/".startswith(f"{agent}/")), None)
+        if wrong is not None:
+            raise UnknownAgent(
+                f"players.{name}.agents names {wrong!r}, but each path in these episodes is {agent!r} or begins with "
+                f"{agent + '/'!r}: correct it"
+            )
 
 
 def threads_of(engines: Iterable[AnyEngineConfig]) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
@@ -45,6 +46,9 @@ SECONDS = 30.0
 """Default time limit for a tool, in seconds."""
 CHARACTERS = 20_000
 """Default size limit for a result, in characters. This is about 5,000 tokens."""
+
+_IMAGE_FILE = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|RIFF....WEBP", re.DOTALL)
+"""Matches the beginning of the image files that a `Picture` is made from."""
 
 
 class ToolFailed(TapereelError, ValueError):
@@ -181,36 +185,51 @@ def _arguments(text: str) -> dict[str, str]:
 
 
 def as_text(result: object) -> str:
-    """Return a tool's result as the model reads it. Text is unchanged, and everything else is JSON."""
+    """Return a tool's result as the model reads it. Text is unchanged, and everything else is JSON. Raises BadArgument
+    for a value that has neither JSON nor a text of its own, such as an async generator. Its text would be an address in
+    memory, which differs in each run."""
     if isinstance(result, str):
         return result
     try:
         return to_json(result, inf_nan_mode="strings").decode()
     except ValueError:  # a type that JSON can't hold
-        return str(result)
+        text = str(result)
+        if re.search(r"<.+ at 0x[0-9a-fA-F]+>", text):
+            raise BadArgument(
+                f"a tool returned {text:.200}, which no model can read: return text, JSON values, a pydantic object, "
+                "or `tr.Picture.of(image)`; turn a generator into a list first"
+            ) from None
+        return text
 
 
 async def as_parts(result: object) -> str | list[str | Visual]:
     """Return a tool's result as the model reads it.
 
-    A `Picture`, a `Video`, and TRL's content part `{"type": "image", "image": ...}` are shown as pictures, even in a
-    list. Every other value is text.
+    A `Picture`, a `Video`, a PIL image, the bytes of a PNG, JPEG or WebP file, and TRL's content part `{"type":
+    "image", "image": ...}` are shown as pictures, even in a list. Every other value is text.
     """
     values: Sequence[Any] = result if isinstance(result, list | tuple) else [result]
     images = [_image_in(value) for value in values]
     if all(image is None for image in images):
         return as_text(result)
-    texts = [as_text(value.get("text", value) if isinstance(value, dict) else value) for value in values]
     read = [image if image is None or isinstance(image, Visual) else await Picture.read(image) for image in images]
-    return [image or text for image, text in zip(read, texts, strict=True)]
+    return [image or _text_of(value) for image, value in zip(read, values, strict=True)]
+
+
+def _text_of(value: object) -> str:
+    return as_text(value.get("text", value) if isinstance(value, dict) else value)
 
 
 def _image_in(value: Any) -> Any:
-    """Return a picture, a video, or the image (PIL, array, bytes) in a content part. Any other value gives None, even a
-    path or URL, because a tool may have got that text from an untrusted source."""
+    """Return a picture, a video, a PIL image, the bytes of an image file, or the image (PIL, array, bytes) in a content
+    part. Any other value gives None, even a path or URL, because a tool may have got that text from an untrusted
+    source."""
+    pillow = sys.modules.get("PIL.Image")  # without this module, no PIL image exists
+    file = isinstance(value, bytes) and _IMAGE_FILE.match(value)
+    if isinstance(value, Visual) or file or (pillow is not None and isinstance(value, pillow.Image)):
+        return value
     image = value.get("image") if isinstance(value, dict) and value.get("type") == "image" else None
-    known = isinstance(image, bytes) or hasattr(type(image), "__array_interface__")
-    return value if isinstance(value, Visual) else image if known else None
+    return image if isinstance(image, bytes) or hasattr(type(image), "__array_interface__") else None
 
 
 async def with_pictures(messages: Sequence[Message], row: object) -> tuple[list[Message], list[Visual]]:

@@ -22,7 +22,7 @@ from ...tapes.common.text import storable
 from ...tapes.errors import RunStopped
 from ...tapes.records import Reward
 from ...tapes.store.summary import GROUP_LAYER
-from ..environment import AnyEnvironment, EnvironmentFactory, Outcome, TapeScorer, check_factory, new_environment
+from ..environment import AnyEnvironment, EnvironmentFactory, Outcome, TapeScorer, call_factory, check_factory
 
 SubjectT = TypeVar("SubjectT", contravariant=True)
 SECONDS = 600.0
@@ -184,7 +184,7 @@ class rewarded:
         self.rewards: Rewards[Tape] = Rewards([*_every(getattr(make, "rewards", None)), *_every(rewards)])
 
     def __call__(self) -> AnyEnvironment:
-        env = new_environment(self.make)
+        env = call_factory(self.make)
         env.rewards = Rewards([*_every(env.rewards), *_every(self._more)])
         return env
 

@@ -21,7 +21,7 @@ from typing import cast
 
 from ...agents import Agent
 from ...agents.engines.engine import TRAINING, CapableEngine, Engine, TrainableEngine, require
-from ...agents.engines.team_engine import TeamEngine, lead_of
+from ...agents.engines.team_engine import TeamEngine, UnknownAgent, check_seats, lead_of
 from ...agents.episode.process_settings import quick_switches
 from ...agents.episode.seeds import derive_seed
 from ...envs.environment import EnvironmentFactory, check_factory
@@ -48,10 +48,6 @@ log = logger("loop")
 class SamplerMismatch(TapereelError, AssertionError):
     """Raised if sampler and trainer compute different log-probs with the same weights. Their tokens, masks or positions
     must differ."""
-
-
-class UnknownAgent(TapereelError, ValueError):
-    """Raised if the settings name agents to train, and none of these agents spoke in the episodes."""
 
 
 def check_recipe(config: LoopConfig, recipe: Recipe, shown: int | None = None) -> None:
@@ -394,14 +390,15 @@ class Loop:
         }
 
     def _check_agents(self, plan: Plan) -> None:
-        """Check in the first batch that each policy has an agent that spoke. Otherwise the policy would learn nothing,
-        and UnknownAgent is raised."""
+        """Check in the first batch that each policy has an agent that spoke, and that the agents of each player exist.
+        Raises UnknownAgent."""
         if plan.agents is None or self._agents_checked:
             return
         rows = [row for tape in plan.tapes for row in self.rollouts.converted[tape][0]]
         check_speaks(plan.agents, rows)
         for player in self.players:
             check_speaks(player.agents, rows, f"the player {player.called}")
+        check_seats(self.engine, self.rollouts.spoke)
         self._agents_checked = True
 
     def _check(self, stats: UpdateStats) -> None:

@@ -135,6 +135,8 @@ class Rollouts:
         self.aside: list[Group] = []
         self.converted: dict[str, tuple[list[Row], Episode]] = {}
         """Rows and `Episode` of each tape that waits for an update. A tape is converted once, when its group closes."""
+        self.spoke: set[str] = set()
+        """Paths of the agents that spoke in the tapes that were converted so far."""
         self.next_group = 0
         self.sampled_tokens = 0
         self.dropped = 0
@@ -341,6 +343,7 @@ class Rollouts:
         self._barren = 0
         for tape in usable:
             self.converted[tape.id] = (rows(tape, renderer=self.history.renderer), episode_of(tape))
+            self.spoke |= {call.by for call in tape.calls}
         if aside:
             self.aside.append(group)
         else:

@@ -13,7 +13,7 @@ from ...agents.engines.team_engine import refuse_pictures
 from ...agents.setup.engine_config import warn_of_faults
 from ...agents.setup.profiles import fit_critic
 from ...agents.setup.setup import DatasetConfig, LoadedSetup, load_tasks, shown_by
-from ...agents.setup.team_config import check_together
+from ...agents.setup.team_config import check_outermost, check_together
 from ...envs.curriculum import Curriculum, Rate, pass_rates, pools
 from ...envs.environment import EnvironmentFactory
 from ...envs.taskset import BadTasks, Taskset, overlap
@@ -86,6 +86,7 @@ class LoadedRun:
         for why in recipe.unfit(most) if most and not ranks.rank else ():
             at = f"an episode that is one conversation has at most {most} own tokens"
             log.warning(f"recipe {recipe.name!r}: {why}, and {at}; loop.changes sets another limit")
+        check_outermost(config.players, setup.agent.path)
         check_together(config.engine, config.players)
         if ranks.size > 1 and any(not player.frozen for player in config.players.values()):
             raise UsageError(

@@ -111,11 +111,11 @@ def test_a_model_directory_is_sampled_and_names_its_version(model: str, tmp_path
     assert len({str(ids) for ids in said("a").values()}) > 1
 
 
-def test_the_answers_of_a_script_are_those_of_each_conversation(tmp_path: Path, capsys):
+def test_the_answers_of_a_script_are_those_of_each_episode(tmp_path: Path, capsys):
     scene = ("--agent", f"{WORLD}:changes_its_mind", "--env", f"{EXAMPLE}:Digits", "--tasks", f"{EXAMPLE}:tasks")
-    found = answer_of(capsys, "run", *scene, *TEN, *settings('engine.answers=["5"]'), "--out", str(tmp_path / "r"))
+    found = answer_of(capsys, "run", *scene, *TEN, *settings('engine.answers=["4", "5"]'), "--out", str(tmp_path / "r"))
     assert found["ends"] == [{"status": "finished", "cause": None, "episodes": 10}]
-    assert {call.text for tape in tapes_of(tmp_path / "r") for call in tape.calls} == {"5"}
+    assert [[call.text for call in tape.calls] for tape in tapes_of(tmp_path / "r")] == [["4", "5"]] * 10
 
 
 def test_what_broke_is_made_again_once_and_no_more(tmp_path: Path, capsys):

@@ -235,7 +235,7 @@ def test_the_ids_of_several_turns_are_one_sequence_with_what_was_said_between() 
             ChatAgent(parse=lambda text: Answer(text=text)),
             lambda: Twice(),
             trl_row(ROW),
-            engine=ScriptedEngine(["x"]),
+            engine=ScriptedEngine(["first", "x"]),
             fork=tape.at_turn(1),
         )
     )

@@ -350,5 +350,5 @@ def test_calls_of_helper_tasks_end_with_the_episode() -> None:
             async for step in super().act(tape, llm):
                 yield step
 
-    tape = asyncio.run(rollout(Helped(), Faulty, TASKS[1], engine=Hangs(["7"])))
+    tape = asyncio.run(rollout(Helped(), Faulty, TASKS[1], engine=Hangs(["never", "7"])))
     assert [call.finish for call in tape.calls] == ["stop", "cancelled"]

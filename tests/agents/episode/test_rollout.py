@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -23,10 +24,14 @@ from tapereel.agents import (
     agent,
     delegate,
     rollout,
+    rollout_group,
 )
+from tapereel.agents.engines.team_engine import TeamEngine
 from tapereel.agents.episode.seeds import derive_seed
 from tapereel.envs import Environment, Outcome
-from tapereel.tapes import Answer, CauseType, Reasoning, Status, StoreFailed, Tape, Task, Text
+from tapereel.envs.environment import NotAnEnvironment
+from tapereel.tapes import Answer, CauseType, Reasoning, Sampling, Status, StoreFailed, Tape, Task, Text
+from tapereel.tapes.errors import BadArgument
 from tapereel.tapes.journal import Durability
 
 from ..worlds import Guess, GuessNumber, Hint, Player
@@ -453,6 +458,10 @@ def test_sub_agents_speak_under_their_path_with_conversations_of_their_own():
     ]
     assert [c.keep_messages for c in tape.calls] == [0, 0, 3]
     assert "searcher" in str(tape.begin.agent.config)
+    assert tape.messages() == tape.messages(path="planner")
+    assert [message["role"] for message in tape.messages()] == ["user", "assistant", "user", "assistant"]
+    with pytest.raises(BadArgument, match=r"'sercher'.*'planner', 'planner/searcher'"):
+        tape.messages(path="sercher")
 
 
 def test_a_scripted_agent_needs_no_engine_and_its_words_are_calls():
@@ -484,6 +493,169 @@ def test_a_fork_goes_on_from_a_turn():
     assert child.begin.parent.digest == parent.at_turn(1).digest
     wrong = run(Player(), GuessNumber(), 3, engine=ScriptedEngine(["3"]), fork=parent.at_turn(1))
     assert (wrong.status, wrong.cause.error) == (Status.ERROR, "RestoreMismatch")
+
+
+class Shapes(Agent):
+    """Asks as ordinary agents do: with few-shot messages, a note of its own, two calls a turn, a sub-agent."""
+
+    def __init__(self) -> None:
+        self.helper = Player()
+
+    async def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Any]:
+        shots = [
+            {"role": "user", "content": "1?"},
+            {"role": "assistant", "content": "1"},
+            {"role": "user", "content": "?"},
+        ]
+        yield Reasoning(text="A note of mine.")
+        both = [await llm(tape, messages=shots), await llm(tape, conversation="critic", messages=shots[:1])]
+        yield Reasoning(text=" ".join(reply.text for reply in both))
+        async for step in delegate("helper", self.helper, tape, llm):
+            yield step
+
+
+ANSWERS = ["a", "b", "1", "c", "d", "2", "e", "f", "7"]
+
+
+def asked(tape: Tape) -> list[str | None]:
+    return [call.text for call in tape.calls if call.engine != "authored"]
+
+
+def test_a_list_of_answers_is_in_order_within_each_episode_and_its_forks():
+    engine = ScriptedEngine(ANSWERS)
+
+    async def several() -> list[Tape]:
+        return await asyncio.gather(*(rollout(Shapes(), GuessNumber(), 7, engine=engine) for _ in range(3)))
+
+    tapes = asyncio.run(several())
+    assert [asked(tape) for tape in tapes] == [ANSWERS] * 3
+    fork = run(Shapes(), GuessNumber(), 7, engine=engine, fork=tapes[0].at_turn(1))
+    assert asked(fork) == ANSWERS[3:]
+    again = run(Shapes(), GuessNumber(), 7, engine=engine, fork=fork.at_turn(2))
+    assert asked(again) == ANSWERS[6:]
+
+
+def test_each_engine_of_a_team_counts_its_own_requests():
+    helper = ScriptedEngine(ANSWERS[2::3])
+    own = ScriptedEngine(answer for answer in ANSWERS if not answer.isdigit())
+    tape = run(Shapes(), GuessNumber(), 7, engine=TeamEngine({"": own, "shapes/helper": helper}))
+    assert asked(tape) == ANSWERS
+
+
+def test_a_retried_request_gets_the_answer_of_its_place(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tapereel.agents.episode.llm.BACKOFF", 0.0)
+
+    class Shaky(ScriptedEngine):
+        seen = 0
+
+        async def complete(self, request: Request) -> Completion:
+            self.seen += 1
+            found = await super().complete(request)
+            if self.seen % 2:
+                raise EngineError("busy", retry=True)
+            return found
+
+    assert asked(run(Player(), GuessNumber(), 7, engine=Shaky(["5", "8", "7"]))) == ["5", "8", "7"]
+
+
+def named(query: str, limit: int = 3) -> str:
+    """Search.
+
+    Args:
+        query: what to look for
+    """
+    return query
+
+
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": "hot"}, "temperature.*'hot'"),
+        ({"max_tokens": 5.5}, "max_tokens.*5.5"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"sampling": Sampling().model_copy(update={"top_p": 2.0})}, "top_p"),
+        ({"sampling": {"top_p": 0.5}}, "sampling"),
+        ({"seed": "x"}, "seed"),
+        ({"conversation": 5}, "conversation"),
+        ({"system": 5}, "system"),
+        ({"system": "x", "messages": [USER]}, "system and messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [USER, "hi"]}, r"messages\[1\]"),
+        ({"messages": [USER, {"role": "usr", "content": "x"}]}, r"messages\[1\].*'usr'"),
+        ({"messages": [USER, {"role": "user", "content": 5}]}, r"messages\[1\].*5"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\]"),
+        ({"messages": [{"role": "user", "content": b"x"}]}, r"messages\[0\]"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, r"messages\[0\]"),
+        ({"tools": ["search"]}, "'search'"),
+        ({"tools": [{"title": "x"}]}, "tool"),
+        ({"tools": named}, "tools"),
+        ({"tools": [lambda query: query]}, "query"),
+    ],
+)
+def test_a_call_with_a_bad_argument_ends_its_own_episode_alone(arguments: dict[str, Any], names: str):
+    @agent
+    async def asks(tape: Tape, llm: LLM) -> AsyncIterator[Any]:
+        await llm(tape, **arguments)
+        yield Answer(text="7")
+
+    tape = run(asks, GuessNumber(), 7, engine=ScriptedEngine(["7"]))
+    assert (tape.status, tape.cause.type, tape.cause.error) == (Status.ERROR, CauseType.AGENT, "BadArgument")
+    assert re.search(names, tape.cause.message, re.DOTALL)
+    assert (tape.calls, Tape.of(tape.bodies)) == ([], tape), "the tape can be read"
+
+
+def test_functions_are_offered_by_their_hints():
+    seen: list[Any] = []
+
+    def model(request: Request) -> str:
+        seen.extend(request.tools or ())
+        return '{"name": "named", "arguments": {"query": "7"}}'
+
+    @agent
+    async def asks(tape: Tape, llm: LLM) -> AsyncIterator[Any]:
+        reply = await llm(tape, tools=[named], max_tokens=5, temperature=0)
+        yield Guess(number=int(reply.tool_calls[0].arguments["query"]))
+
+    tape = run(asks, GuessNumber(), 7, engine=ScriptedEngine(model))
+    assert (tape.reward, tape.calls[0].sampling) == (1.0, Sampling(temperature=0, max_tokens=5))
+    assert [one["function"]["name"] for one in seen] == ["named"]
+    assert seen[0]["function"]["parameters"]["properties"]["query"]["description"] == "what to look for"
+
+
+@pytest.mark.parametrize("task", [{"deck": [1, 2, 3]}, Task(private={"deck": [1, 2, 3]}, public={"seen": [1]})])
+def test_each_attempt_gets_a_task_of_its_own(task: object):
+    class Deck(Environment):
+        async def reset(self, task: Any) -> str:
+            deck = (task.private if isinstance(task, Task) else task)["deck"]
+            return str(deck.pop())
+
+        async def step(self, action: Answer) -> Outcome:
+            return Outcome(reward=1.0, terminated=True)
+
+    @agent
+    async def spoils(tape: Tape, llm: LLM) -> AsyncIterator[Any]:
+        assert tape.task in (None, {"seen": [1]})
+        if isinstance(tape.task, dict):
+            tape.task["seen"].append(2)
+        yield Answer(text="x")
+
+    before = Task.of(task).hash
+    tapes = asyncio.run(rollout_group(spoils, Deck, task, n=3, engine=ScriptedEngine([])))
+    assert [(str(tape[0]), tape.reward) for tape in tapes] == [("3", 1.0)] * 3
+    assert {before, Task.of(task).hash} == {tape.begin.task_hash for tape in tapes}
+
+
+def test_a_factory_that_returns_an_instance_again_is_refused():
+    env = GuessNumber()
+    run(Player(), lambda: env, 7, engine=ScriptedEngine(["7"]))
+    with pytest.raises(NotAnEnvironment, match="GuessNumber"):
+        run(Player(), lambda: env, 7, engine=ScriptedEngine(["7"]))
 
 
 def test_bad_episodes_touch_no_other(caplog):

@@ -80,6 +80,20 @@ def test_each_turn_does_by_itself(name: str):
     assert again(tape, WORLDS[name][0](), turn=99).outcome == "unverifiable"
 
 
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_call_too_many_is_reported_in_its_turn(turn: int):
+    class Speaker(worlds.Speaker):
+        async def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Answer]:
+            reply = await llm(tape, system="Speak.")
+            if tape.turns == turn:
+                await llm(tape, system="Speak again.")
+            yield Answer(text=reply.text)
+
+    found = again(record("one speaker"), Speaker()).divergence
+    assert (found.turn, found.field, found.recorded) == (turn, "call", None)
+    assert "one call more" in found.sentence
+
+
 @pytest.mark.parametrize("name", WORLDS)
 def test_the_order_of_tasks_does_not_matter(name: str):
     tape = record(name)

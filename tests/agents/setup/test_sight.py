@@ -83,7 +83,7 @@ def test_a_picture_of_a_held_out_task_counts(blind: str, tmp_path: Path):
 
 
 def test_a_partner_that_cannot_see_is_named(blind: str, tmp_path: Path):
-    settings: Any = {"players.other.engine": {"kind": "embedded", "model": blind}, "players.other.agents": ["x"]}
+    settings: Any = {"players.other.engine": {"kind": "embedded", "model": blind}, "players.other.agents": ["agent/x"]}
     with pytest.raises(UsageError, match=r"'embedded'.*'photo'"):
         tr.run(AGENT, Plain, [PHOTO], ["yes"], out=tmp_path / "run", settings=settings)
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -387,6 +388,9 @@ def test_an_answer_is_scored_once() -> None:
 
 
 def test_pictures_of_a_tool_are_shown_and_paths_are_text(tmp_path: Path):
+    async def stream() -> AsyncIterator[int]:
+        yield 1
+
     pixels = np.full((2, 3, 3), 200, "uint8")
     image, path = Image.fromarray(pixels), tmp_path / "secret.png"
     image.save(path)
@@ -397,6 +401,13 @@ def test_pictures_of_a_tool_are_shown_and_paths_are_text(tmp_path: Path):
         "parts": [{"type": "text", "text": "before"}, {"type": "image", "image": image}],
         "array": [{"type": "image", "image": pixels}],
         "bytes": [{"type": "image", "image": path.read_bytes()}],
+        "pillow": image,
+        "pillows": ["before", image],
+        "file": path.read_bytes(),
+        "torn": path.read_bytes()[:20],
+        "object": object(),
+        "objects": {"found": [object()]},
+        "stream": stream(),
         "bad": [{"type": "image", "image": b"no picture"}],
         "path": [{"type": "image", "image": str(path)}],
         "url": [{"type": "image", "image": "http://127.0.0.1:1/a.png"}],
@@ -416,7 +427,16 @@ def test_pictures_of_a_tool_are_shown_and_paths_are_text(tmp_path: Path):
 
     found = asyncio.run(asked())
     shown = {name: (result.content, result.pictures == (answers["picture"],)) for name, result in found.items()}
-    assert shown["picture"] == shown["array"] == shown["bytes"] == ("", True)
+    assert shown["picture"] == shown["array"] == shown["bytes"] == shown["pillow"] == shown["file"] == ("", True)
+    assert shown["pillows"] == ("before", True)
+    for name, remedy in {
+        "torn": "BadPicture",
+        "object": "Picture.of",
+        "objects": "Picture.of",
+        "stream": "list",
+    }.items():
+        assert found[name].error, name
+        assert remedy in found[name].content
     assert found["video"].pictures == (answers["video"][0],)
     assert found["video"].content == "after"
     assert shown["list"] == ('before\n{"n":1}', True)

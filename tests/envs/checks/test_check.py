@@ -478,7 +478,7 @@ def test_the_callers_own_mistakes_are_raised():
     with pytest.raises(TypeError, match="NoneType"):
         _check(lambda: None)
     one = Dice()
-    with pytest.raises(TypeError, match="twice"):
+    with pytest.raises(TypeError, match="again"):
         _check(lambda: one)
 
 

@@ -108,7 +108,7 @@ def test_its_tapes_are_replayed_reexecuted_and_forked():
             assert (await reexec(tape, remote)).outcome == "verified"
             assert (await reexec(tape, GuessNumber)).outcome == "verified"
             assert (await reexec(await play(GuessNumber, "2", "0"), remote)).outcome == "verified"
-            child = await play(remote, "7", fork=tape.at_turn(2))
+            child = await play(remote, "5", "8", "7", fork=tape.at_turn(2))
             assert (child.status, child.turns) == (Status.FINISHED, 3)
             assert (await reexec(child, remote)).outcome == "verified"
 
@@ -130,14 +130,14 @@ def test_an_environment_restores_in_its_own_way_there():
         async with served(Snapshots) as remote:
             parent = await play(remote, "5", "8", "7", tape_id="parent")
             before = GuessNumber.acted
-            child = await play(remote, "7", fork=parent.at_turn(1))
+            child = await play(remote, "5", "7", fork=parent.at_turn(1))
             assert child.status is Status.FINISHED
             assert GuessNumber.acted == before + 1
             other = await play(remote, "5", "8", "7", tape_id="refuse")
-            child = await play(remote, "7", fork=other.at_turn(1))
+            child = await play(remote, "5", "7", fork=other.at_turn(1))
             assert child.cause is not None
             assert (child.cause.error, child.cause.message) == ("RestoreMismatch", "not so")
-            child = await play(remote, "7", fork=other.at_turn(1), unverified="I insist")
+            child = await play(remote, "5", "7", fork=other.at_turn(1), unverified="I insist")
             assert child.status is Status.FINISHED
 
     asyncio.run(check())

@@ -6,11 +6,14 @@ import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tapereel as tr
+from tapereel.agents.engines.team_engine import UnknownAgent
 from tapereel.finetune.api import public
+from tapereel.tapes import Answer
 from tapereel.tapes.errors import BadArgument, UsageError
 
 from ...tapes.common.test_config import VALUES
@@ -63,6 +66,57 @@ def test_a_branch_is_recorded_in_the_run(tmp_path: Path):
     (again,) = run.branch(lost, 1, model=["5", "2"])
     assert [str(step) for step in again][-2:] == ["2", "yes"]
     assert again.id in [tape.id for tape in run.tapes("branch")]
+
+
+class Remembers(tr.Agent):
+    """Answers with every task that this instance has seen."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    async def act(self, tape: tr.Tape, llm: tr.LLM):
+        self.seen.append(str(tape[0]))
+        yield Answer(text=" ".join(self.seen))
+
+
+@pytest.mark.parametrize("make", [Remembers, lambda: Remembers()], ids=["class", "function"])
+def test_a_class_or_function_makes_an_agent_for_each_episode(tmp_path: Path, make: Any):
+    run = tr.run(make, Echo, ["a", "b", "c"], ["unused"], out=tmp_path / "run", settings={"limits.turns": 1})
+    assert [str(tape.actions[0]) for tape in run] == [str(tape[0]) for tape in run]
+    assert run.replay().counts["verified"] == 3
+    shared = tr.run(Remembers(), Echo, ["a", "b"], ["unused"], out=tmp_path / "one", settings={"limits.turns": 1})
+    assert sorted(len(str(tape.actions[0]).split()) for tape in shared) == [1, 2], "an instance is shared as before"
+
+
+def test_a_factory_of_one_instance_is_refused_before_the_first_episode(tmp_path: Path):
+    env = Guess()
+    with pytest.raises(UsageError, match=r"Guess.*lambda: Guess"):
+        tr.run(tr.ChatAgent(), env, [7], ["7"], out=tmp_path / "run")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"Guess again.*lambda: Guess"):
+        tr.run(tr.ChatAgent(), lambda: env, [7], ["7"], out=tmp_path / "run")
+    assert not list((tmp_path / "run").glob("**/*.seg*")) or len(tr.open(tmp_path / "run").tapes()) == 0
+
+
+class Pair(tr.Agent):
+    name = "pair"
+
+    async def act(self, tape: tr.Tape, llm: tr.LLM):
+        async for step in tr.delegate("left", tr.ChatAgent(), tape, llm):
+            yield step
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [("left", "'left'.*'pair/'"), ("nosuch", "'nosuch'.*'pair/'"), ("pair/lft", "'pair/lft'.*'pair/left'")],
+)
+def test_a_player_for_an_agent_that_does_not_exist_is_refused(tmp_path: Path, path: str, names: str):
+    def play(*agents: str, **more: Any) -> tr.Run:
+        players = {"other": {"engine": {"kind": "scripted", "answers": ["7"]}, "agents": agents}}
+        return tr.run(Pair(), Guess, [7], ["5"], settings={"players": players, "limits.turns": 1}, **more)
+
+    with pytest.raises(UnknownAgent, match=names):
+        play(path, out=tmp_path / "run")
+    assert play("pair/left", out=tmp_path / "right").reward == play("pair", out=tmp_path / "whole").reward == 1.0
 
 
 def test_it_works_inside_a_running_event_loop(tmp_path: Path):

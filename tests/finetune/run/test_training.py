@@ -400,6 +400,9 @@ def test_an_agent_that_nobody_is_stops_the_run(models: Path, tmp_path: Path):
     play = config(models, players={"seeker": {**learns(models), "agents": ["pair/seker"]}})
     with pytest.raises(UnknownAgent, match=r"seeker.*'pair/seker'"):
         train(play, tmp_path / "run")
+    for path, names in (("jugde", r"players\.judge.*'pair/'"), ("pair/jugde", "'pair/jugde'.*'pair/judge'")):
+        with pytest.raises(UnknownAgent, match=names):
+            train(config(models, players={"judge": {**frozen(models / "guide"), "agents": [path]}}), tmp_path / path)
 
 
 def test_several_processes_train_no_players(models: Path, tmp_path: Path):
