@@ -67,7 +67,7 @@ def test_calls_of_tools_come_back_as_calls(run: Path, tmp_path: Path) -> None:
     assert [(c.name, c.arguments) for c in first.calls] == [("roll", {"sides": 6})]
     assert [r.content for r in results[0].results] == ["5"]
     assert str(last) == "It is five."
-    assert [m["role"] for m in tape.messages(path="agent")][:2] == ["system", "user"]
+    assert [m["role"] for m in tape.messages()][:2] == ["system", "user"]
 
 
 @pytest.mark.parametrize("format", IMPORTS)

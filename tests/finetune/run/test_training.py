@@ -265,8 +265,8 @@ def test_other_weights_than_the_run_began_with_are_refused(models: Path, tmp_pat
 @pytest.mark.parametrize("engine", ["texts", "tokens", "itself"])
 def test_any_engine_that_writes_alike_may_be_frozen(models: Path, tmp_path: Path, engine: str):
     made = {
-        "texts": {"kind": "scripted", "answers": ["b"]},
-        "tokens": {"kind": "scripted", "answers": ["b"], "tokenizer": str(models / "guide")},
+        "texts": {"kind": "scripted", "answers": ["b", "b"]},
+        "tokens": {"kind": "scripted", "answers": ["b", "b"], "tokenizer": str(models / "guide")},
         "itself": {"kind": "embedded", "model": str(models / "guide")},
     }[engine]
     play = config(models, updates=1, players={"past": {"agents": [SEEKER, JUDGE], "engine": made, "frozen": True}})
@@ -449,7 +449,9 @@ def test_players_learn_from_the_teacher_of_the_loop(models: Path, tmp_path: Path
 def test_a_warm_start_imitates_the_agents_that_are_trained_and_no_others(models: Path, tmp_path: Path, capsys):
     play = settings(
         models,
-        players={"rest": {"agents": [SEEKER, JUDGE], "frozen": True, "engine": {"kind": "scripted", "answers": ["b"]}}},
+        players={
+            "rest": {"agents": [SEEKER, JUDGE], "frozen": True, "engine": {"kind": "scripted", "answers": ["b", "b"]}}
+        },
     )
     record = {key: play[key] for key in ("agent", "env", "tasks", "engine")}
     others = {"rest": {key: value for key, value in play["players"]["rest"].items() if key != "frozen"}}
