@@ -72,7 +72,7 @@ def test_its_tapes_are_carried_out_again_and_check_env_is_content(echo: str) -> 
             speaker,
             lambda: client(echo),
             5,
-            engine=ScriptedEngine(["else"]),
+            engine=ScriptedEngine(["hello", "else"]),
             fork=tape.at_turn(1),
             limits=Limits(turns=2),
         )
