@@ -23,7 +23,8 @@ from .engines.scripted import ScriptedEngine
 from .episode.agent import Agent, FunctionAgent, agent, delegate
 from .episode.chat import ChatAgent, TooManyParseErrors
 from .episode.limits import LimitReached, Limits
-from .episode.llm import LLM, ModelFailed, RenderFailed, Reply
+from .episode.llm import LLM, ModelFailed, RenderFailed
+from .episode.reply import Reply
 from .episode.rollout import rollout
 from .rendering.tool_calls import CallsRead, read_tool_calls
 from .replay.replay_engine import Diverged, ReplayEngine

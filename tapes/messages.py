@@ -9,7 +9,7 @@ tokens, and the next call can continue the same training row.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import overload
 
 from pydantic_core import to_json
@@ -124,32 +124,61 @@ def shared_prefix(a: Sequence[Message], b: Sequence[Message]) -> int:
     return n
 
 
+CONVERSATION = "2"
+"""The version of the rule by which a conversation follows from the steps of a tape. Tapes record it in `begin`. On a
+tape without it, each turn shows its newest call as the agent's answer, whatever the steps were made of."""
+
+
 class Conversation:
     """The messages that the agent at one path reads. They are extended with each step: after n steps of the tape, there
-    are `counts[n]` messages."""
+    are `counts[n]` messages, or -1 if a later step was shown in front of some of them.
 
-    __slots__ = ("_said", "counts", "items", "path")
+    A step that was made of a call is shown as the call's answer, once for all steps of the call. The answer stands
+    behind the steps that the call could read. Steps that the agent yielded between the call and the step made of it
+    follow the answer, or the results if it called tools.
+    """
+
+    __slots__ = ("_answer", "_shown", "counts", "items", "path")
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.items: list[Message] = []
         self.counts: list[int] = [0]
-        self._said: str | None = None
+        self._answer = 0
+        """The index behind the newest answer."""
+        self._shown: set[str] = set()
+        """The calls whose answers are shown."""
 
-    def add(self, step: Step, by: str, calls: Sequence[tuple[str, int, int]], call: Callable[[str], Call]) -> None:
-        """Append the messages that `step` adds."""
+    def add(self, step: Step, by: str, made_of: tuple[Call, int] | None) -> None:
+        """Add the messages of `step`. `made_of` is the call that the agent made the step of, and the number of steps
+        that the call could read. None if the agent wrote the step itself, or if it isn't the agent's."""
+        said_back = by == self.path and isinstance(step, Thought) and step.said_back
         if by != self.path:
-            self.items.extend(heard(step))
-        else:
-            newest = calls[-1][0] if calls else None
-            if newest is None:
-                self.items.append(said(step))
-            elif newest != self._said:  # two steps that were parsed from one answer are one message
-                self.items.append(call(newest).reply)
-                self._said = newest
-            if isinstance(step, Thought) and step.said_back:
-                self.items.append({"role": "user", "content": content_of(parts_of(step))})
+            # Nothing may stand between an answer with tool calls and the results.
+            called = isinstance(step, ToolResults) or (self._answer and "tool_calls" in self.items[self._answer - 1])
+            self._put(heard(step), self._answer if by == ENV and called else len(self.items))
+        elif made_of is not None:
+            call, read = made_of
+            if call.call not in self._shown:
+                self._shown.add(call.call)
+                at = max(self._answer, self.counts[read]) if self.counts[read] >= 0 else len(self.items)
+                self._put([call.reply], at)
+                self._answer = at + 1
+        elif not said_back:
+            self.items.append(said(step))
+            if isinstance(step, ToolCalls):
+                self._answer = len(self.items)
+        if said_back:
+            self.items.append({"role": "user", "content": content_of(parts_of(step))})
         self.counts.append(len(self.items))
+
+    def _put(self, messages: list[Message], at: int) -> None:
+        """Insert messages at an index. Views of the conversation so far keep the old list."""
+        if at == len(self.items):
+            self.items.extend(messages)
+        elif messages:
+            self.items = [*self.items[:at], *messages, *self.items[at:]]
+            self.counts = [n if n <= at else -1 for n in self.counts]
 
 
 def heard(step: Step) -> list[Message]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import time
 from array import array
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -89,6 +91,10 @@ class TapeLog:
         self.end: End | None = None
         self.call_order: list[tuple[int, Call]] = []
         self._calls: dict[str, Call] = {}
+        self._read: dict[str, int] = {}
+        """For each call, the number of steps before it."""
+        self._reads: defaultdict[str, list[int]] = defaultdict(list)
+        """These numbers for the calls of each agent, in order."""
         self._conversations: dict[str, Conversation] = {}
         self.turn = begin.parent.turn if begin.parent is not None else 0
         self.cuts: list[Cut] = list(parent._log.cuts[: self.turn]) if parent is not None else []
@@ -159,6 +165,8 @@ class TapeLog:
             raise NotATape(f"call {call.call} keeps {call.keep} tokens and {call.keep_messages} messages of no call")
         self._speak()
         self._calls[call.call] = call
+        self._read[call.call] = len(self.entries)
+        self._reads[call.by].append(len(self.entries))
         self.call_order.append((len(self.bodies), call))
 
     def call(self, call: str) -> Call:
@@ -184,10 +192,22 @@ class TapeLog:
         conversation = self._conversations.get(path)
         if conversation is None:
             conversation = self._conversations[path] = Conversation(path)
+        if n < len(conversation.counts) and conversation.counts[n] < 0:
+            conversation = Conversation(path)
         for k in range(len(conversation.counts) - 1, n):
             entry = self.entries[k]
-            conversation.add(entry.step, entry.by, entry.calls, self.call)
+            made_of = self._made_of(k, entry) if entry.by == path and entry.calls else None
+            conversation.add(entry.step, entry.by, made_of)
         return conversation.items, conversation.counts[n]
+
+    def _made_of(self, k: int, entry: Entry) -> tuple[Call, int]:
+        """Return the call that step `k` was made of, and the number of steps that the call could read. If the agent's
+        next call read the conversation without this answer, that number is `k`."""
+        name, log = entry.calls[-1][0], self
+        while name not in log._calls and log.parent is not None:
+            log = log.parent._log
+        call, read, reads = log.call(name), log._read[name], log._reads[entry.by]
+        return call, k if bisect_right(reads, read) < bisect_right(reads, k) else read
 
 
 def _checked_parent(begin: Begin, parent: Tape | None) -> Tape | None:

@@ -16,7 +16,8 @@ from ...tapes.common.arguments import check_arguments
 from ...tapes.errors import UsageError
 from ..rendering.tool_calls import read_tool_calls, tool_name
 from .agent import Agent
-from .llm import LLM, Reply
+from .llm import LLM
+from .reply import Reply
 
 
 class TooManyParseErrors(ValueError):
@@ -89,7 +90,7 @@ class ChatAgent(Agent):
                     raise TooManyParseErrors(f"{problem} (answer: {reply.text[:200]!r})") from error
                 yield ParseError(problem=problem)
                 continue
-            yield action
+            yield llm.read_from(action, reply)
             return
 
     @property

@@ -14,7 +14,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import JsonValue
 
@@ -50,6 +50,9 @@ class TextTrack:
         return n
 
 
+TrackT = TypeVar("TrackT", Track, TextTrack)
+
+
 @dataclass(slots=True)
 class PendingCall:
     """A call that has no answer yet. It holds everything that the call's record needs, except the completion."""
@@ -71,6 +74,8 @@ class Conversations:
         self._engine = engine
         self._tokens: defaultdict[tuple[str, str], list[Track]] = defaultdict(list)
         self._texts: defaultdict[tuple[str, str], list[TextTrack]] = defaultdict(list)
+        self._taken: dict[str, Track | TextTrack] = {}
+        """For each agent, the track that ends with the newest answer of which a step was made."""
         self._tools: set[str] = set()
         """Hashes of the tool lists whose schemas are already on the tape."""
 
@@ -83,7 +88,21 @@ class Conversations:
     ) -> Rendered | None:
         """Return the prompt, or None if there is no renderer. Raises ValueError if the messages can't be rendered."""
         renderer = self.renderer
-        return renderer.prompt(messages, tools, self._tokens[path, conversation]) if renderer is not None else None
+        if renderer is None:
+            return None
+        return renderer.prompt(messages, tools, self._offered(self._tokens[path, conversation], path))
+
+    def take(self, path: str, call: str) -> None:
+        """Remember that the agent made a step of this call. Among answers with equal text, the next prompt continues
+        this one, in whichever conversation it was sampled."""
+        for tracks in (self._tokens, self._texts):
+            found = (one for key, kept in tracks.items() if key[0] == path for one in kept if one.call == call)
+            self._taken.update((path, track) for track in found)
+
+    def _offered(self, tracks: list[TrackT], path: str) -> list[TrackT]:
+        """Return the tracks that a prompt may continue. Among equals, the last is chosen."""
+        taken: Any = self._taken.get(path)
+        return [*(one for one in tracks if one is not taken), taken] if taken is not None else tracks
 
     def tools_record(self, schemas: tuple[dict[str, JsonValue], ...] | None) -> Tools | None:
         """Return the record of the tools that a call offers.
@@ -137,7 +156,7 @@ class Conversations:
         messages = pending.request.messages
         tracks = self._texts[pending.path, pending.conversation]
         base, keep = None, 0
-        for track in reversed(tracks):
+        for track in reversed(self._offered(tracks, pending.path)):
             n = track.shared(messages)
             if n > keep:
                 base, keep = track, n
@@ -155,7 +174,7 @@ class Conversations:
         )
         self._recorder.write(record)
         track = TextTrack(pending.call, messages, record.reply, len(messages) + 1)
-        if base is not None and keep == base.end:
+        if base is not None and keep == base.end and base in tracks:
             tracks[tracks.index(base)] = track
         else:
             tracks.append(track)
@@ -250,3 +269,6 @@ class Conversations:
                         places=prefix.call_places(call),
                     )
                 )
+        for entry in prefix.entries:
+            for call, _, _ in entry.calls:
+                self.take(entry.by, call)

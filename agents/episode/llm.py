@@ -11,17 +11,18 @@ import asyncio
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from numbers import Integral
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import JsonValue, ValidationError
 
-from ...tapes import Call, CauseType, Message, Sampling, Step, Tape, ToolCall
+from ...tapes import Action, Call, CauseType, Message, Sampling, Step, Tape, Thought
 from ...tapes.common.arguments import check_arguments, shown
 from ...tapes.common.run_async import GRACE
 from ...tapes.common.shared_loop import guest
+from ...tapes.common.text import logger, warn_once
 from ...tapes.errors import BadArgument, short_repr
 from ...tapes.messages import check_messages, part_of, said, video_in
 from ...tapes.pictures import pictures_of
@@ -49,45 +50,24 @@ from .clock import Clock
 from .conversations import AUTHORED, Conversations, PendingCall
 from .limits import LimitReached, Limits, TokenBudget
 from .recorder import Recorder
+from .reply import Attribution, Reply
 from .seeds import derive_seed, seed_stream
 from .stop_strings import cut_at_stop
 from .timers import CallTimer, Timers
+
+log = logger("agent")
+StepT = TypeVar("StepT", bound=Step)
 
 BACKOFF = 0.5
 """Seconds before the first retry. Each further wait is twice as long."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A model's answer."""
-
-    text: str
-    """The answer's text without the token that ends the turn. It is empty if the model ended its turn at once."""
-    finish: str
-    """`stop`, `length`, `tool_calls` or `abort`. `length` means that the answer was cut off."""
-    call: str
-    """Id of the call on the tape."""
-    tool_calls: tuple[ToolCall, ...] = ()
-    """The function calls in the answer, if tools were offered. They are read from the text or parsed by the engine. An
-    answer that was cut off has none."""
-    content: str = ""
-    """The answer's text without the function calls, or the whole text if there are none."""
-    problem: str = ""
-    """If a function call can't be read, this text explains the problem to the model. Otherwise it is empty. To let the
-    model try again, yield `ParseError(problem=reply.problem)` and ask again."""
-    chat_calls: tuple[Message, ...] = ()
-    """All function calls in the chat format (`CallsRead.chat`)."""
-    reasoning: str = ""
-    """The text of the model's thoughts, without their marks, if the model's format has thoughts."""
-    answer: str = ""
-    """`content` without the model's thoughts."""
-
-    def __str__(self) -> str:
-        return self.text
-
-
 class ModelFailed(Exception):
     """The engine failed, and so did its retries. The engine's error is the `__cause__`."""
+
+
+class AgentFault(Exception):
+    """The agent broke the contract of `act`: thoughts, then one Action, and no model call after it."""
 
 
 class RenderFailed(Exception):
@@ -125,14 +105,9 @@ class LLM(Clock):
         self._sent: Counter[int] = Counter()
         """Number of requests to each engine, by the engine's id (`Request.number`)."""
         self._cache_keys: set[str] = set()
-        self._delegated: list[tuple[Step, str]] = []
-        """(step, path) for each step that the sub-agent at this path is about to yield."""
-        self._read: list[tuple[Step, str]] = []
-        """(step, call) for each step that the agent attributed to a single call with `read_from`."""
-        self._unread: dict[str, list[str]] = {}
-        """The calls of each agent, by its path, from which it has read no step yet."""
-        self._newest: dict[str, str] = {}
-        """The newest answered call of each agent in this turn, by path."""
+        self.attribution = Attribution()
+        self.acted = False
+        """Whether the agent has yielded its action in this turn."""
         self.asked = 0
         """Number of questions that were put to the engine in this episode."""
         self.latched: LimitReached | None = None
@@ -202,7 +177,9 @@ class LLM(Clock):
         exchange.prepare(settings, seed, constraint, listener)
         if on_prompt is not None and exchange.prompt is not None:
             on_prompt(exchange.prompt)
-        return exchange.read(await exchange.sample())
+        reply = exchange.read(await exchange.sample())
+        self.attribution.answered(tape.scope, reply)
+        return reply
 
     def count(
         self, tape: Tape, messages: Sequence[Message], tools: tuple[dict[str, JsonValue], ...] | None, conversation: str
@@ -212,60 +189,57 @@ class LLM(Clock):
         rendered = self._render(tape.scope, conversation, messages, tools)
         return None if rendered is None else len(rendered.ids)
 
-    # Attribution: for each yielded step, the rollout asks which path yielded it and which calls it was read from
+    # Attribution: for each yielded step, the rollout asks which path yielded it and which call it was made of
 
     def spoke(self, step: Step, path: str) -> None:
         """Remember that the sub-agent at `path` is about to yield this step. `delegate` calls this method."""
-        if not any(seen is step for seen, _ in self._delegated):
-            self._delegated.append((step, path))
+        self.attribution.spoke(step, path)
 
-    def read_from(self, step: Step, call: str) -> None:
-        """Record that the agent read `step` from this call alone, even if it made other calls in the turn. Call this
-        before the step is yielded."""
-        self._read.append((step, call))
+    def read_from(self, step: StepT, reply: Reply | str) -> StepT:
+        """Name the answer that the agent made `step` of, and return the step: `yield llm.read_from(Move(dx=1), reply)`.
+
+        The next prompt shows this answer, as it was sampled, as the agent's own. Without a name, an answer is found by
+        its text. `reply` may be the id of a call.
+        """
+        self.attribution.name(step, reply if isinstance(reply, str) else reply.call)
+        return step
 
     def attribute(self, step: Step, outermost: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
-        """Return the path of the agent that yielded `step` just now, and the calls from which the step was read.
+        """Return the path of the agent that yielded `step` just now, and the call that the step was made of, if any.
         `outermost` is the path of the episode's own agent, which is used if no sub-agent yielded the step.
 
-        If the agent made no call since its previous step, the step is attributed to its newest call in this turn.
+        If the agent made no call in this turn, a call is recorded for the step.
         """
-        path, source = outermost, None
-        if self._delegated:
-            path = next((p for seen, p in self._delegated if seen is step), outermost)
-            self._delegated.clear()
-        if self._read:
-            source = next((call for seen, call in self._read if seen is step), None)
-        if source is not None:
-            self._read = [entry for entry in self._read if entry[0] is not step]
-            self._unread[path] = [call for call in self._unread.get(path, ()) if call != source]
-            calls = [source]
-        else:
-            calls = self._unread.pop(path, None) or []
-            if not calls and path in self._newest:
-                calls = [self._newest[path]]
-        return path, tuple((call, 0, self._completion_tokens(call)) for call in calls)
+        path, call = self.attribution.find(step, outermost)
+        if call is None and not self.attribution.asked(path) and not (isinstance(step, Thought) and step.said_back):
+            call = self._author(step, path)
+        elif call is None and isinstance(step, Action) and (calls := self.attribution.idle(path)):
+            self._warn_of(path, calls)
+        if call is None:
+            return path, ()
+        self._conversations.take(path, call)
+        return path, ((call, 0, len(self.recorder.log.call(call).completion or ())),)
 
     def end_turn(self) -> None:
         """Forget the turn's calls, so that later steps are attributed only to calls in their own turn."""
-        self._newest.clear()
-        self._unread.clear()
+        self.attribution.end_turn()
+        self.acted = False
 
-    def authored(self, tape: Tape, step: Step, path: str) -> tuple[tuple[str, int, int], ...]:
-        """Record a call for a step that the agent wrote without a model. Return the step's calls.
+    def _author(self, step: Step, path: str) -> str:
+        """Record a call for a step that the agent wrote without a model. Return the call's id.
 
         With a renderer, the call has token ids. Training can then use the tape as if a model had written it.
         """
-        messages = tape.messages(path=path)
-        rendered = self._render(path, "", messages, None)
-        call = self._conversations.write_authored(path, messages, said(step), rendered)
-        if rendered is not None:
-            self._newest[path] = call
-            self._unread.pop(path, None)
-        return ((call, 0, self._completion_tokens(call)),)
+        messages = Tape(self.recorder.log).messages(path=path)
+        return self._conversations.write_authored(path, messages, said(step), self._render(path, "", messages, None))
 
-    def _completion_tokens(self, call: str) -> int:
-        return len(self.recorder.log.call(call).completion or ())
+    def _warn_of(self, path: str, calls: int) -> None:
+        warn_once(
+            log,
+            f"agent {path!r}: {calls} call{'s' * (calls > 1)} in this turn, and the action is the text of none: name "
+            "its call with `yield llm.read_from(action, reply)`; without a name, the model reads the action itself "
+            "as its answer",
+        )
 
     # Forks, replays, the end
 
@@ -311,6 +285,8 @@ class LLM(Clock):
             raise ModelFailed(error_text(self.stopped)) from self.stopped
         if self._limits.calls is not None and self.asked >= self._limits.calls and self.latched is None:
             self._latch(CauseType.TURNS, f"{self.asked} questions asked, the limit is {self._limits.calls}")
+        if self.acted:
+            raise AgentFault("the agent asked the model after its action: the turn ends with the action")
         if self.latched is not None:
             await asyncio.sleep(0)  # an agent that swallows the limit and asks again must not block the event loop
             raise self.latched
@@ -334,14 +310,6 @@ class LLM(Clock):
         if isinstance(error, PromptTooLong):
             return self._latch(CauseType.CONTEXT, str(error))
         return ModelFailed(error_text(error))
-
-    def _answered(self, path: str, call: str) -> None:
-        """Remember that a call was answered, so that later steps of `path` can be attributed to it. Only calls with an
-        answer are remembered, because no step can be read from any other call."""
-        self._unread.setdefault(path, []).append(call)
-        self._newest[path] = call
-        if self._budget.spent:
-            self._latch_tokens()
 
     def _render(
         self, path: str, conversation: str, messages: Sequence[Message], tools: tuple[dict[str, JsonValue], ...] | None
@@ -497,7 +465,8 @@ class _Exchange:
             raise llm._failed(failure.error) from failure.error
         else:
             self._record(completion, attempts, completion.finish)
-            llm._answered(self._path, self._pending.call)
+            if llm._budget.spent:
+                llm._latch_tokens()
         finally:
             # This must also run after a cancellation. Tokens that are never returned would block concurrent calls
             # forever.

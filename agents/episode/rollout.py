@@ -44,7 +44,7 @@ from ...tapes.common.shared_loop import settle
 from ...tapes.common.text import logger, storable
 from ...tapes.errors import error_message
 from ...tapes.journal import Journal
-from ...tapes.messages import ENV
+from ...tapes.messages import CONVERSATION, ENV
 from ...tapes.records import Begin, End, Identity, Parent, Reward
 from ...tapes.status import trains
 from ...tapes.tape import Ending, new_tape_id, step_record
@@ -52,7 +52,7 @@ from ..engines.engine import Engine, EngineStopped, absence_of
 from .agent import Agent, configuration, qualified
 from .chat import TooManyParseErrors
 from .limits import LimitReached, Limits
-from .llm import LLM, ModelFailed, RenderFailed
+from .llm import LLM, AgentFault, ModelFailed, RenderFailed
 from .process_settings import rare_collections
 from .recorder import Recorder, keep_pictures
 from .seeds import derive_seed
@@ -63,10 +63,6 @@ log = logger("rollout")
 NOT_FAULTS = (StoreFailed, asyncio.CancelledError, KeyboardInterrupt)
 """Exceptions that are never recorded as an error of the agent or the environment: a failure of the store, Ctrl-C and a
 cancellation by the caller. Any other cancellation becomes an ordinary error in `Supervised`."""
-
-
-class AgentFault(Exception):
-    """The agent broke the contract of `act`: it yielded no Action, or something other than thoughts and an Action."""
 
 
 @check_arguments
@@ -358,20 +354,23 @@ class Episode:
                 f"{type(self.agent).__qualname__}.act must be an async generator: `async def` with `yield`"
             )
         try:
+            action = None
             async for step in steps:
                 if self.acting.left:
                     return None  # this task was left running, and its episode ended without it
                 if not isinstance(step, Step) or isinstance(step, Observation):
                     raise AgentFault(f"act yielded {step!r}: it may yield thoughts and one Action")
+                if action is not None:
+                    raise AgentFault(f"act yielded {step!r:.200} after its action {action!r:.200}")
                 path, calls = self.llm.attribute(step, view.scope)
                 await self._record(step, path, calls)
-                if isinstance(step, Action):
-                    return step
+                if isinstance(step, Action):  # the rest of `act` runs before the environment's step
+                    action, self.llm.acted = step, True
         finally:
             close = getattr(steps, "aclose", None)
             if close is not None:
                 await close()
-        return None
+        return action
 
     async def _react(self, action: Action) -> tuple[Status, Cause | None] | None:
         at = len(self.log.entries) - 1
@@ -463,8 +462,6 @@ class Episode:
             self.faults.append(_cause(CauseType.ENVIRONMENT, error))
 
     async def _record(self, step: Step, by: str, calls: tuple[tuple[str, int, int], ...]) -> None:
-        if by != ENV and not calls:
-            calls = self.llm.authored(Tape(self.log), step, by)
         record = step_record(self.recorder.tape, step, by=by, calls=calls)
         if record.media:
             await self.recorder.keep(step)
@@ -565,7 +562,7 @@ def _package_versions() -> tuple[tuple[str, str], ...]:
 
 
 def _versions(engine: Engine | None) -> dict[str, str]:
-    versions = dict(_package_versions())
+    versions = {**dict(_package_versions()), "conversation": CONVERSATION}
     renderer = engine.renderer if engine is not None else None
     if engine is not None and renderer is not None:
         versions["tokenizer"] = renderer.tokenizer_hash

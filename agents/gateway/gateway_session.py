@@ -21,18 +21,19 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ...tapes import BadPicture, Picture, Sampling, StoreFailed, Tape
+from ...tapes.common.text import warn_once
 from ...tapes.messages import image_of, text_of
 from ...tapes.records import Call, Message
 from ...tapes.steps import Exchange, content_parts
 from ..engines.engine import CapableEngine, GrammarRefused
 from ..engines.transport.http_channel import Server, ServerFailed
 from ..episode.limits import LimitReached
-from ..episode.llm import LLM, ModelFailed, RenderFailed, Reply
+from ..episode.llm import LLM, ModelFailed, RenderFailed
+from ..episode.reply import Reply
 from ..rendering.incremental_decoder import IncrementalDecoder, overlap
 from ..rendering.tool_calls import AnswerStream, Piece
 from .chat_protocol import token_logprobs
@@ -320,8 +321,9 @@ class Session:
             name = hashlib.sha256(f"{conversation}/{self._numbers[conversation]}".encode()).hexdigest()[:24]
             sampling = self._sampling(request)
             for tool in request.left_out:
-                _warn_once(
-                    f"a program offers the hosted tool {tool}, which doesn't exist here, so the model isn't offered it"
+                warn_once(
+                    log,
+                    f"a program offers the hosted tool {tool}, which doesn't exist here, so the model isn't offered it",
                 )
             if live is not None:
                 live.open(name, self._renderer)
@@ -387,8 +389,8 @@ class Session:
             created=live.created if live is not None else int(time.time()),
         )
         if call.constraint is not None and call.constraint.enforced:
-            _warn_once(
-                f"{UNUSABLE}: the engine enforces the form of their answers; ask without tool_choice and schemas"
+            warn_once(
+                log, f"{UNUSABLE}: the engine enforces the form of their answers; ask without tool_choice and schemas"
             )
         sent: Message = {"role": "assistant", "content": answer.text, "tool_calls": tools, THOUGHT: answer.reasoning}
         self._answered[name] = reply.call, request.instructions, sent
@@ -588,7 +590,7 @@ class Session:
             asked["extra"] = {**own.extra, **extra}
         sampling = own.model_copy(update=asked) if asked else own
         if own.exact and not sampling.exact:
-            _warn_once(f"{UNUSABLE}: {sampling.inexact}, or let the gateway's follow be false")
+            warn_once(log, f"{UNUSABLE}: {sampling.inexact}, or let the gateway's follow be false")
         return sampling
 
     def _stopped(self, request: Asked, call: Call) -> str | None:
@@ -603,12 +605,6 @@ class Session:
         if call.completion is None or call.logprobs is None or renderer is None:
             return None
         return token_logprobs([renderer.decode([id]) for id in call.completion], call.logprobs)
-
-
-@cache
-def _warn_once(sentence: str) -> None:
-    """Log a warning, once in this process."""
-    log.warning("%s", sentence)
 
 
 def ended() -> Refused:

@@ -93,6 +93,14 @@ async def replay(
     assert first is not None
     found = first.found
     assert found is not None
+    if first.other_prompts:
+        return unverifiable(
+            "replay",
+            tape.id,
+            "made by an older rule: after several calls in a turn, its prompts show the newest one as the agent's answer, "
+            f"and now they show the one that the step was made of ({found.sentence})",
+            checked=first.checked,
+        )
     if found.cause in (Likely.CODE, Likely.PROMPT, Likely.PARSER, Likely.ORDER):
         found = found.model_copy(update={"sentence": f"{found.sentence}. {NONDETERMINISM}"})
     return diverged("replay", found, checked=first.checked, not_checked=tuple(first.notes))
@@ -330,6 +338,7 @@ class _Checker(Recorder):
                 raise script.differs("completion", was, now, Likely.RENDERING, sentence, call=then)
             return then
         if not self._authored[by]:
+            script.other_prompts = script.older
             raise script.beyond(by, "writes text without a model", record.text)
         then = self._authored[by].popleft()
         was = {"messages": script.tape.call_messages(then), "text": then.text, "tool_calls": then.tool_calls}

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+from functools import cache
 from pathlib import Path
 from traceback import format_exception
 from types import TracebackType
@@ -57,6 +58,12 @@ def logger(name: str) -> logging.Logger:
     if not any(isinstance(one, _Escaped) for one in made.filters):
         made.addFilter(_Escaped())
     return made
+
+
+@cache
+def warn_once(log: logging.Logger, sentence: str) -> None:
+    """Log a warning, once in this process."""
+    log.warning("%s", sentence)
 
 
 class TerminalHandler(logging.Handler):

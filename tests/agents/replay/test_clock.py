@@ -35,7 +35,7 @@ class Uses(Agent):
 
 
 @pytest.mark.parametrize("value", [time.time_ns, random.SystemRandom().random, uuid.uuid4])
-@pytest.mark.parametrize(("where", "cause"), [("prompt", Likely.PROMPT), ("action", Likely.PARSER)])
+@pytest.mark.parametrize(("where", "cause"), [("prompt", Likely.PROMPT), ("action", Likely.CODE)])
 def test_an_agent_that_takes_its_own_time_or_randomness_diverges(value: Any, where: str, cause: Likely):
     engine = ScriptedEngine(lambda request: "a word")
     tape = asyncio.run(rollout(Uses(value, where), Counting, 3, engine=engine))

@@ -66,7 +66,7 @@ class Changed(Agent):
         ("prompt", "messages[0].content", Likely.PROMPT),
         ("sampling", "sampling.max_tokens", Likely.CODE),
         ("order", "reasoning.text", Likely.ORDER),
-        ("one thought less", "kind", None),
+        ("one thought less", "messages[7]", None),
         ("one thought more", "kind", Likely.CODE),
         ("asks once more", "call", Likely.EXHAUSTED),
         ("asks once less", "answer.text", Likely.CODE),
