@@ -438,6 +438,19 @@ class Tape(Sequence[Step]):
         return [call for k, call in self._visible("calls").call_order if k < self._k]
 
     @property
+    def not_taken(self) -> frozenset[str]:
+        """Ids of the answers that the agent sampled and didn't take: no step was made of them, and one was made of
+        another answer to the same prompt, such as the best of three. RL uses them, and imitation doesn't."""
+        made = {call for entry in self.entries for call, _, _ in entry.calls}
+        left, taken = [call for call in self.calls if call.call not in made], set[tuple[str, bytes]]()
+        if left:
+            taken = {self._question(call) for call in self.calls if call.call in made}
+        return frozenset(call.call for call in left if self._question(call) in taken)
+
+    def _question(self, call: Call) -> tuple[str, bytes]:
+        return call.by, to_json([self.call_messages(call), call.tools and call.tools.hash])
+
+    @property
     def parent(self) -> Tape | None:
         """The part of the parent tape that this fork begins with, or None if this tape is not a fork."""
         return self._visible("parent").parent

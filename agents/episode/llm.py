@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from pydantic import JsonValue, ValidationError
 
@@ -26,7 +26,7 @@ from ...tapes.common.text import logger, warn_once
 from ...tapes.errors import BadArgument, short_repr
 from ...tapes.messages import check_messages, part_of, said, video_in
 from ...tapes.pictures import pictures_of
-from ...tapes.records import Attempt, Constraint
+from ...tapes.records import Attempt, Constraint, Label
 from ...tapes.steps import content_parts
 from ..engines.engine import (
     BLIND,
@@ -203,6 +203,10 @@ class LLM(Clock):
         """
         self.attribution.name(step, reply if isinstance(reply, str) else reply.call)
         return step
+
+    def label(self, reply: Reply, use: Literal["agent", "auxiliary", "discarded"]) -> None:
+        """Label an answer. RL doesn't train on an `auxiliary` or `discarded` answer, and imitation doesn't either."""
+        self.recorder.add_layer(Label(tape=self.recorder.tape, call=reply.call, use=use, reason="declared"))
 
     def attribute(self, step: Step, outermost: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
         """Return the path of the agent that yielded `step` just now, and the call that the step was made of, if any.

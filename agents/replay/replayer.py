@@ -97,7 +97,7 @@ async def replay(
         return unverifiable(
             "replay",
             tape.id,
-            "made by an older rule: after several calls in a turn, its prompts show the newest one as the agent's answer, "
+            "made by an older rule: after several calls in a turn, its prompts show the newest one as the answer, "
             f"and now they show the one that the step was made of ({found.sentence})",
             checked=first.checked,
         )

@@ -41,6 +41,8 @@ class Turn(NamedTuple):
     reply: Message
     tools: tuple[dict[str, JsonValue], ...]
     call: Call
+    made: bool
+    """Whether a step of the agent was made of the answer."""
 
     def follows(self, earlier: Turn) -> bool:
         """Return True if the messages begin with all messages of `earlier`, followed by its reply."""
@@ -49,11 +51,14 @@ class Turn(NamedTuple):
 
 
 def turns_of(tape: Tape) -> list[Turn]:
-    """Return the model calls in a tape that have an answer."""
+    """Return the model calls in a tape that have an answer, without the answers that weren't taken."""
+    made, left_out = {call for entry in tape.entries for call, _, _ in entry.calls}, tape.not_taken
     return [
-        Turn(frames_of(tape.call_messages(call)), call.reply, tape.call_tools(call) or (), call)
+        Turn(frames_of(tape.call_messages(call)), call.reply, tape.call_tools(call) or (), call, call.call in made)
         for call in tape.calls
-        if call.finish != "error" and not (call.finish == "cancelled" and not call.completion)
+        if call.finish != "error"
+        and not (call.finish == "cancelled" and not call.completion)
+        and call.call not in left_out
     ]
 
 
@@ -188,7 +193,10 @@ def _pair(members: Sequence[_Member]) -> dict[str, Any] | None:
     prompt = best.turns[0].messages
     if best.reward == worst.reward or worst.turns[0].messages != prompt:
         return None
-    chosen, rejected = ([*s.turns[-1].messages, s.turns[-1].reply][len(prompt) :] for s in (best, worst))
+    said = [_last(member.turns, prompt) for member in (best, worst)]
+    if None in said:
+        return None
+    chosen, rejected = (one or [] for one in said)
     return {
         "prompt": _flat(prompt),
         "chosen": _flat(chosen),
@@ -197,6 +205,13 @@ def _pair(members: Sequence[_Member]) -> dict[str, Any] | None:
         "score_rejected": worst.reward,
         "tools": json.dumps(list(best.turns[0].tools)) if best.turns[0].tools else None,
     }
+
+
+def _last(turns: Sequence[Turn], prompt: list[Message]) -> list[Message] | None:
+    """Return what follows the prompt, up to the last answer of which a step was made. None if no such answer has the
+    prompt."""
+    ends = (turn for turn in reversed(turns) if turn.made and turn.messages[: len(prompt)] == prompt)
+    return next(([*turn.messages, turn.reply][len(prompt) :] for turn in ends), None)
 
 
 def read_preference(record: Mapping[str, object], stem: str) -> list[Conversation]:

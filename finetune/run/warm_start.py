@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ...tapes import Tape
 from ...tapes.errors import UsageError
-from ...tapes.records import Status, Tokens
+from ...tapes.records import Label, Status, Tokens
 from ...tapes.store.media import references
 from ...tapes.store.store import Store
 from ..loop.history import History
@@ -85,7 +85,8 @@ def _copy(tape: Tape, source: Store, into: Store, renderer: Renderer, there: set
         into.media.put(source.media.get(f"media:{name}"), Path(name).suffix)
     for body in tape.bodies:
         into.writer.append(body)
-    for layer in [*tape.layers, *_missing_tokens(tape, renderer)]:
+    left_out = [Label(tape=tape.id, call=call, use="discarded") for call in tape.not_taken]
+    for layer in [*left_out, *tape.layers, *_missing_tokens(tape, renderer)]:
         into.append_layer(layer)
     there.add(tape.id)
 
