@@ -98,7 +98,7 @@ class DemoConfig(SeedConfig, TrackedConfig):
         groups=16,
         group_size=16,
         sampling=Sampling(max_tokens=16),
-        limits=Limits(turns=4, agent_seconds=120.0),
+        limits=Limits(turns=4, agent_seconds=120.0, system_seconds=600.0),
         optimiser=OptimiserConfig(lr=5e-4),
     )
     threads: int = Field(default=1, ge=1)
@@ -211,7 +211,7 @@ class PicturesDemoConfig(DemoConfig):
         groups=12,
         group_size=16,
         sampling=Sampling(max_tokens=2),
-        limits=Limits(turns=3, agent_seconds=120.0),
+        limits=Limits(turns=3, agent_seconds=120.0, system_seconds=600.0),
         optimiser=OptimiserConfig(lr=8e-4),
     )
     policy: ClassVar[str] = f"{SCENE}:choose_a_way"

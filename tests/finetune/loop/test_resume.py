@@ -17,13 +17,14 @@ from typing import Any
 
 import pytest
 
+from tapereel.agents.setup.profiles import fitted
 from tapereel.finetune.inspect.reproducer import reproduce
 from tapereel.finetune.run import demonstrations
-from tapereel.finetune.run.demonstrations import DEMO, DemoConfig, DemoSummary, begun_demo
+from tapereel.finetune.run.demonstrations import DEMO, DemoConfig, DemoSummary, PicturesDemoConfig, begun_demo
 from tapereel.finetune.run.demonstrations import demo as run_demo
 from tapereel.finetune.trainer import checkpoint
 from tapereel.finetune.trainer.checkpoint import checkpoints, prune, remove_partial, save_checkpoint
-from tapereel.tapes.common.config import ConfigError
+from tapereel.tapes.common.config import ConfigError, dump_config
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.lease import Lease, LeaseLost, end_lease
 from tapereel.tapes.store.run_directory import METRICS, RunDir, append_metrics, read_metrics
@@ -323,3 +324,13 @@ def test_a_lead_that_lost_its_lease_writes_no_checkpoint(tmp_path: Path) -> None
         assert left.exists(), "a reader changes nothing"
         history.restore(checkpoint_every=1)
         assert not left.exists()
+
+
+@pytest.mark.parametrize("config", [DemoConfig(model_size="micro"), PicturesDemoConfig()], ids=["text", "pictures"])
+def test_a_demo_read_from_its_file_has_the_settings_that_it_began_with(config: DemoConfig, tmp_path: Path) -> None:
+    """A profile fills only what is unset, and the file of a demo sets everything."""
+    config.save_model(config.model(tmp_path))
+    (tmp_path / DEMO).write_text(dump_config(config))
+    again = begun_demo(tmp_path)
+    assert again is not None
+    assert fitted(again.training(tmp_path)) == fitted(config.training(tmp_path))
