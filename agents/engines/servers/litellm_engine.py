@@ -45,7 +45,7 @@ from ..engine import (
 )
 from ..transport.absence import Absence, Tries, stop_reason
 from ..transport.proxies import ask_directly
-from ..transport.wire import Json, openai_messages, retry_after
+from ..transport.wire import Json, openai_messages, retry_after, with_results
 
 TRIED_AGAIN = (409, 425, 500)
 """HTTP statuses for which a retry may succeed. A faulty request can cause them too, and then a retry won't help."""
@@ -191,6 +191,7 @@ class LiteLLMEngine:
     async def complete(self, request: Request) -> Completion:
         """Request one completion, and retry after errors for which a retry may help. Raises `PromptTooLong`,
         `EngineStopped` or `HostedFailed`. The error's `attempts` lists all attempts."""
+        request = replace(request, messages=with_results(request.messages))
         body = self._body(await _with_pictures(request))
         attempts: list[Attempt] = []
         retries = 0

@@ -275,6 +275,34 @@ def field(value: object, *path: str | int) -> object:
     return found
 
 
+NOT_MADE = "This call was not made."
+"""The result that a hosted model reads for a call of which the agent made nothing."""
+
+
+def with_results(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with one result for each tool call, directly behind the calls, as OpenAI's and Anthropic's
+    APIs require.
+
+    If none of an answer's calls has a result, the user message that follows is the result of the first one: what a
+    typed action led to, or why the answer couldn't be read. A result without its call becomes a user message.
+    """
+    sent: list[Message] = []
+    left = [*messages][::-1]
+    while left:
+        message = left.pop()
+        if message.get("role") == "tool":
+            message = {"role": "user", "content": message.get("content", "")}
+        sent.append(dict(message))
+        calls = [str(call.get("id")) for call in message.get("tool_calls") or ()]
+        found: dict[str, Message] = {}
+        while calls and left and left[-1].get("role") == "tool" and (id := left[-1].get("tool_call_id")) in calls:
+            found[str(id)] = left.pop()
+        if calls and not found and left and left[-1].get("role") == "user":
+            found[calls[0]] = {"role": "tool", "tool_call_id": calls[0], "content": left.pop().get("content", "")}
+        sent += [found.get(id) or {"role": "tool", "tool_call_id": id, "content": NOT_MADE} for id in calls]
+    return sent
+
+
 def openai_messages(messages: Sequence[Message]) -> list[Message]:
     """Return the messages in OpenAI's format, with the arguments of tool calls as JSON text."""
     return [

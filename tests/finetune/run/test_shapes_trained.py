@@ -1,4 +1,4 @@
-"""One update over ordinary shapes of agents: the tokens that are trained are the tokens that were sampled, each once."""
+"""One update over ordinary shapes of agents: each sampled token is trained once, and no other token is."""
 
 from __future__ import annotations
 
