@@ -418,8 +418,11 @@ class Tape(Sequence[Step]):
     def reward(self) -> float | None:
         """The sum of weight * value over the recorded components.
 
-        It is None if nothing was scored or a component failed. None is not the same as a reward of 0.
+        It is None if nothing was scored, if a component failed, or if a fault of the environment, model or machine
+        ended the episode. None is not the same as a reward of 0.
         """
+        if self.closed and not self.trains:
+            return None
         return total_reward(r for k, r in self._visible("reward").rewards if k < self._k)
 
     @property

@@ -24,7 +24,7 @@ from ...tapes.common.run_async import run_async
 from ...tapes.common.stats import mean_of
 from ...tapes.errors import TapereelError, UsageError
 from ...tapes.journal import Journal
-from ...tapes.records import Publish, total_reward
+from ...tapes.records import BRANCH, Publish, total_reward
 from ...tapes.steps import Unknown
 from ...tapes.store.run_directory import recorded_settings
 from ...tapes.store.store import Store
@@ -37,9 +37,6 @@ from ..runs.group import Group, fill
 from ..setup.recorded_setup import recorded_agent, with_trainer_settings
 from ..setup.setup import EnvSource, SeedConfig, load_env
 from ..setup.team_config import AttemptsConfig, PartnerConfig, RolloutConfig, make_team, speaker_of
-
-SPLIT = "branch"
-"""The default split of continuations, which are for inspection and not for training."""
 
 
 class PrefixUnverified(TapereelError, ValueError):
@@ -64,7 +61,7 @@ async def branch(
     env_seed: int | None = None,
     sampling: Sampling | None = None,
     limits: Limits | None = None,
-    split: str = SPLIT,
+    split: str = BRANCH,
     journal: Journal | None = None,
     concurrency: int = 16,
     unverified: bool = False,
@@ -332,7 +329,7 @@ def _config(
         "limits": recorded_limits(tape).model_dump(mode="json"),
         "seed": begin.seed,
         "env_seed": begin.env_seed,
-        "split": SPLIT,
+        "split": BRANCH,
     }
     below = [(key, value) for key, value in base.items() if value != {}]
     if model is not None:

@@ -25,7 +25,7 @@ from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
 from ...tapes.common.stats import fixed, mean
 from ...tapes.errors import UsageError
-from ...tapes.records import CauseType, Status
+from ...tapes.records import BRANCH, CauseType, Status
 from ...tapes.store.lease import check_free
 from ...tapes.store.run_directory import RunDir, open_run
 from ...tapes.store.store import Store
@@ -292,10 +292,11 @@ def _summary(run: _Attempts, store: Store, out: Path, seconds: float) -> RunSumm
 
 def rewards_of(store: Store, split: str | None = None) -> dict[str, list[float | None]]:
     """Return the rewards of each task's attempts, by task hash. Only an attempt's last usable episode counts. The
-    reward is None if this episode is unscored, or if the attempt has no usable episode."""
+    reward is None if this episode is unscored, or if the attempt has no usable episode. Continuations of `branch` count
+    only if `split` names them."""
+    found = [s for s in store.summaries(split=split, closed=True) if split is not None or s.split != BRANCH]
     return {
-        task: [s.reward if s.trainable else None for s in attempts]
-        for task, attempts in attempts_of(store.summaries(split=split, closed=True)).items()
+        task: [s.reward if s.trainable else None for s in attempts] for task, attempts in attempts_of(found).items()
     }
 
 

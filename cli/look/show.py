@@ -182,7 +182,7 @@ def _show_list(args: argparse.Namespace, store: Store) -> None:
     matching, cancelled = _matching(args, store)
     listed = [(s, gist_of(store, s.id)) for s in _listed(args, matching)]
     counts = dict(Counter(s.status or RUNNING for s in matching).most_common())
-    scored = [s.reward for s in matching if s.reward is not None]
+    scored = [s.reward for s in matching if s.reward is not None and s.trainable]
     mean = mean_of(scored)
     statuses = ", ".join(f"{n} {status}" for status, n in counts.items()) or "none matches"
     line = f"{counted(len(matching), 'tape')} ({statuses})"

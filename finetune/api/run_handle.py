@@ -18,6 +18,7 @@ from ...tapes.audit.verdict import Verdicts
 from ...tapes.common.arguments import check_arguments
 from ...tapes.common.progress import Progress, silent
 from ...tapes.errors import UsageError
+from ...tapes.records import BRANCH
 from ...tapes.store.books import Books, spent
 from ...tapes.store.store import Store, Where
 from ...tapes.store.verifier import Report, verify
@@ -79,10 +80,11 @@ class Run:
         return iter(self.tapes())
 
     def tapes(self, split: str | None = None) -> list[Tape]:
-        """Return the closed tapes, oldest first. If `split` is given (`train`, `eval`, ...), only tapes in it are
-        returned."""
+        """Return the closed tapes, oldest first. If `split` is given (`train`, `eval`, `branch`, ...), only tapes in it
+        are returned. Otherwise, all but the continuations of `branch` are returned."""
         with Store.open(self.path) as store:
-            return [store.tape(one.id, refresh=False) for one in store.summaries(split=split, closed=True)]
+            found = store.summaries(split=split, closed=True)
+            return [store.tape(one.id, refresh=False) for one in found if split is not None or one.split != BRANCH]
 
     def tape(self, name: str) -> Tape:
         """Return the tape whose id is `name`, or the only tape whose id begins with `name`. Raises NoSuchTape if none

@@ -15,11 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tapereel as tr
 from tapereel.agents import ScriptedEngine, rollout
 from tapereel.agents.replay.branching import PrefixUnverified, branch
 from tapereel.cli import main
 from tapereel.envs import Outcome
-from tapereel.tapes import Status, Tape, Task, Text
+from tapereel.tapes import Answer, Status, Tape, Task, Text
 from tapereel.tapes.audit.compare import diff_tapes
 from tapereel.tapes.common.stats import number
 from tapereel.tapes.store.store import Store
@@ -395,3 +396,33 @@ def test_a_continuation_is_compared_with_what_the_recorded_one_earned_from_there
     out = capsys.readouterr().out
     assert f" {number(child.reward)} over 1 " in out
     assert f" earned {number(child.reward)}" in out
+
+
+def test_continuations_are_no_episodes_of_the_run(tmp_path: Path) -> None:
+    made = tr.run(tr.ChatAgent(), Rated, [1, 2], ["a"], out=tmp_path / "run")
+    made.branch(next(iter(made)).id, 0, n=2, model=["b"])
+    assert [tape.begin.split for tape in made] == ["eval", "eval"]
+    assert (made.reward, made.scores().attempts) == (1.0, 2)
+    assert len(made.tapes("branch")) == 2
+
+
+def test_a_reward_counts_if_the_episode_measures_the_agent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = tr.run(tr.ChatAgent(), Rated, [1, 0], ["a", "b"], out=tmp_path / "run")
+    assert {tape.reward for tape in made} == {1.0, None}  # the failed episode was sampled again
+    main(["show", str(made.path)])
+    assert "mean reward 1.000 over 1 scored" in capsys.readouterr().out
+    assert made.reward == 1.0
+
+
+class Rated(tr.Environment):
+    """Rewards the first answer, and fails in the second turn of task 0."""
+
+    async def reset(self, task: int) -> str:
+        self.works, self.turn = bool(task), 0
+        return "go"
+
+    async def step(self, action: Answer) -> tr.Outcome:
+        self.turn += 1
+        if not self.works and self.turn == 2:
+            raise ConnectionError("gone")
+        return tr.Outcome("on", reward=float(self.works or 5), terminated=self.works)
