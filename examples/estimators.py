@@ -43,6 +43,7 @@ class StepGroups(Baseline):
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
         episode, episodes = stream.turns.episode, len(stream.episodes.tape)
         whole, judged = segments.total(x, episode, episodes), segments.count(episode[scored], episodes) > 0
+        scored = judged[episode]  # a turn that isn't scored leads to those that are
         over = GroupBaseline(by=self.by, eps=self.eps)(whole, judged, stream, context)[episode]
         last = torch.cat([episode[1:] != episode[:-1], episode.new_ones(1, dtype=torch.bool)])
         returns = segments.recur(x, torch.full_like(x, self.gamma).masked_fill(last, 0.0))

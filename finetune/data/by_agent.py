@@ -32,7 +32,7 @@ def addressed(name: str) -> str | None:
 @dataclass(frozen=True, slots=True)
 class TurnRewards:
     """The rewards of one tape, per turn and multiplied by their weights. A reward for the whole episode counts in the
-    last turn."""
+    last turn. The reward of a turn is NaN if nothing scored it."""
 
     whole: NDArray[np.float64]
     """(turns,) the sum of all rewards in each turn."""
@@ -47,23 +47,23 @@ class TurnRewards:
 def turn_rewards(tape: Tape) -> TurnRewards:
     """Return the tape's rewards per turn, computed in one pass."""
     turns = max(tape.turns, 1)
-    whole = np.zeros(turns)
+    whole = np.full(turns, np.nan)
     alone: dict[str, NDArray[np.float64]] = {}
     shared: NDArray[np.float64] | None = None
     components: dict[str, float] = {}
     for reward in counted(tape):
         components[reward.name] = components.get(reward.name, 0.0) + reward.value
         turn = min(tape.entries[reward.step].turn, turns - 1) if reward.step is not None else turns - 1
-        value = reward.weight * reward.value
-        whole[turn] += value
         if not reward.weight:
             continue
         path = addressed(reward.name)
         if path is not None:
-            alone.setdefault(path, np.zeros(turns))[turn] += value
+            mine = alone.setdefault(path, np.full(turns, np.nan))
         else:
-            shared = np.zeros(turns) if shared is None else shared
-            shared[turn] += value
+            mine = shared = np.full(turns, np.nan) if shared is None else shared
+        for earned in (whole, mine):
+            before = 0.0 if np.isnan(earned[turn]) else earned[turn]
+            earned[turn] = before + reward.weight * reward.value
     return TurnRewards(whole, alone, shared, components)
 
 
@@ -124,8 +124,8 @@ def reward_by_agent(stream: Stream) -> dict[str, float]:
 
 def _sum(a: NDArray[np.float64] | None, b: Sequence[float] | NDArray[np.floating] | None) -> NDArray[np.float64] | None:
     parts = [np.asarray(part, dtype=np.float64) for part in (a, b) if part is not None]
-    return np.sum(parts, axis=0) if parts else None
+    return np.where(np.isnan(parts).all(axis=0), np.nan, np.nansum(parts, axis=0)) if parts else None
 
 
 def _total(rewards: NDArray[np.float64] | None) -> float | None:
-    return None if rewards is None else float(rewards.sum())
+    return None if rewards is None else float(np.nansum(rewards))

@@ -40,7 +40,8 @@ class Episode:
     reward: float | None
     """Total reward of the episode. None if the episode is unscored, which isn't the same as a reward of zero."""
     turn_rewards: Sequence[float] | NDArray[np.floating] | None = None
-    """Rewards of the turns, which add up to `reward`. If None, the whole reward belongs to the last turn."""
+    """Rewards of the turns, which add up to `reward`. NaN for a turn that isn't scored, which isn't the same as a reward
+    of zero. If None, the whole reward belongs to the last turn, and the others aren't scored."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Reward components by name, for recipes that weigh them differently."""
     status: Status = Status.FINISHED
@@ -101,11 +102,14 @@ class Turns:
     """Table of the N turns of a batch, with one entry per turn. Turns are in the order of their episodes."""
 
     reward: Tensor
-    """(N,) float64, NaN in an unscored episode."""
+    """(N,) float64, NaN for a turn that isn't scored."""
     episode: Tensor
     """(N,) int64 index of the turn's episode."""
     numbers: Callable[[], Tensor] = field(compare=False, repr=False)
     """Function that computes `answered`. It is called only if a recipe reads `answered`."""
+    place: Tensor | None = None
+    """(N,) int64: the turn's number among the episode's turns with own tokens. It is set while a baseline compares
+    returns, because a return is compared with returns that begin equally late. None if rewards are compared."""
 
     @cached_property
     def answered(self) -> Tensor:
@@ -179,6 +183,12 @@ class Stream:
         found = torch.full_like(self.time, -1)
         found[now] = torch.where(self.episode[now] == self.episode[then], then, -1)
         return found
+
+    @cached_property
+    def openings(self) -> Tensor:
+        """(K,) int64 index of the first token of each turn that has own tokens, in the order of the turns."""
+        turn = self.turn[self.time]
+        return self.time[torch.cat([turn[:1] == turn[:1], turn[1:] != turn[:-1]])]
 
     @property
     def ends(self) -> Tensor:
@@ -298,18 +308,18 @@ def _turns(
     counts = np.array([1 if e.turn_rewards is None else max(1, len(e.turn_rewards)) for e in episodes], dtype=np.int64)
     np.maximum.at(counts, of_token, turn + 1)
     first = np.concatenate([[0], np.cumsum(counts)])
-    reward = np.zeros(int(first[-1]))
+    reward = np.full(int(first[-1]), np.nan)
     for i, episode in enumerate(episodes):
         part = reward[first[i] : first[i + 1]]
         if episode.reward is None:
-            part[:] = np.nan
-        elif episode.turn_rewards is None or not len(episode.turn_rewards):
+            continue
+        if episode.turn_rewards is None or np.isnan(given := np.asarray(episode.turn_rewards, dtype=float)).all():
             part[-1] = episode.reward
         else:
-            part[: len(episode.turn_rewards)] = episode.turn_rewards
-            if not math.isclose(part.sum(), episode.reward, rel_tol=2e-6, abs_tol=2e-6):
+            part[: len(given)] = given
+            if not math.isclose(total := np.nansum(given), episode.reward, rel_tol=2e-6, abs_tol=2e-6):
                 raise BadBatch(
-                    f"tape {episode.tape!r}: its turns' rewards add up to {part.sum():g}, its reward is "
+                    f"tape {episode.tape!r}: its turns' rewards add up to {total:g}, its reward is "
                     f"{episode.reward:g}: put what isn't a turn's own on the last turn"
                 )
     owner = np.repeat(np.arange(len(episodes)), counts)

@@ -29,7 +29,7 @@ from ...tapes.store.ledger import FATES, ranges
 from ...tapes.store.store import Store
 from ...tapes.transcript import TapeSummary, summarise
 from ...tapes.value import Value
-from ..data.provenance import ChangedTape, episode_of
+from ..data.provenance import ChangedTape, episode_of, known
 from ..data.rows import Row, rows
 from ..data.stream import Stream
 from ..loop.history import History, as_read
@@ -274,7 +274,7 @@ class Explainer:
             "version": row.versions[row.version[i]] if sampled else None,
             "temperature": tape.call(call).sampling.temperature_at(offset) if sampled else None,
             "logprob": None if np.isnan(row.old[i]) else float(row.old[i]),
-            "reward": float(earned[turn]) if earned is not None and turn < len(earned) else None,
+            "reward": known(float(earned[turn])) if earned is not None and turn < len(earned) else None,
             "fate": facts.fates.get((call, offset)),
             "advantage": facts.advantages.get((call, offset)),
             "weight": facts.weights.get((call, offset)),

@@ -395,12 +395,13 @@ class _Columns:
         counts = np.maximum(given, 1)
         np.maximum.at(counts, of, turn + 1)
         start = np.concatenate([[0], np.cumsum(counts)])
-        earned, owner = np.zeros(start[-1]), np.repeat(np.arange(n), counts)
-        earned[start[1:] - 1] = np.where(given == 0, reward, 0.0)
+        earned, owner = np.full(start[-1], np.nan), np.repeat(np.arange(n), counts)
         place = np.arange(given.sum()) - np.repeat(np.cumsum(given) - given, given)
         earned[np.repeat(start[:-1], given) + place] = lists.flatten().to_numpy(zero_copy_only=False).astype(np.float64)
         earned[np.isnan(reward)[owner]] = np.nan
-        total = np.bincount(owner, weights=earned, minlength=n)
+        whole = np.bincount(owner[~np.isnan(earned)], minlength=n) == 0
+        earned[start[1:][whole] - 1] = reward[whole]  # no turn has a reward of its own
+        total = np.where(np.isnan(reward), np.nan, np.bincount(owner, weights=np.nan_to_num(earned), minlength=n))
         differs = ~np.isclose(total, reward, rtol=1e-6, atol=1e-6, equal_nan=True)
         if differs.any():
             e = int(differs.argmax())

@@ -497,15 +497,20 @@ def _item(item: Any) -> str:
 
 
 def elsewhere(then: Mapping[str, JsonValue] | None, now: Mapping[str, JsonValue]) -> str:
-    """Describe how the machine and the libraries of an update (`then`) differ from the present ones (`now`). Empty if
-    nothing differs."""
+    """Describe how the machine, the libraries and the formulas of an update (`then`) differ from the present ones
+    (`now`). Empty if nothing differs."""
+    before = {TURNS: "that of an earlier version"} if TURNS in now else {}
     names = [
         f"{name} {now.get(name)} and not {value}"
-        for name, value in (then or {}).items()
+        for name, value in {**before, **(then or {})}.items()
         if name != "recipe" and now.get(name) != value
     ]
     return ", ".join(names)
 
+
+TURNS = "formula for rewards per turn"
+"""Condition of an update that reads rewards per turn: the version of their formula. Updates before version 2 have none.
+They counted a turn that isn't scored as 0, and compared rewards before adding them up to returns."""
 
 CPU_NAMES = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
 """Fields of `/proc/cpuinfo` that identify the processor. The first three exist on x86_64, and the others on aarch64."""
@@ -546,6 +551,7 @@ def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
         "chip": chip,
         "ranks": trainer.ranks.size,
         **({"sequence_parallel": sequence.size} if (sequence := trainer.ranks.sequence) is not None else {}),
+        **({TURNS: 2} if trainer.recipe.reward.reads_turns else {}),
         **({"processor": trainer.vision.hash} if trainer.vision is not None else {}),
     }
 

@@ -11,10 +11,18 @@ m (mean), s (standard deviation) and n (count) are taken over the units in one g
 from one fork point (by = fork) or the whole batch (by = batch). Units are grouped by id, never by position. An unscored
 unit is in no group.
 
+If the units are turns and `credit` is `returns` or `gae`, x is the credit of the turn: its return G, or its GAE. So the
+credit comes first and the baseline after it. By group and by fork, the k-th turn of an attempt is compared with the k-th
+turns of the others. All tokens of the turn get y.
+
 1. If all rewards in a group are equal, all its advantages are exactly 0. The rewards are compared with each other,
    because s may be a rounding error instead of 0. A division by s + eps would then magnify this error.
 2. The advantage in a group of one is exactly 0 (except with `none`), because there is no other unit to compare with.
-3. If the units are turns (`reward: per = turn`), an episode with more turns has more weight in m and s.
+3. If the units are turns and credit is `broadcast`, an episode with more turns has more weight in m and s.
+4. Returns before the baseline follow rLLM (`stepwise_advantage.mode = per_step`: `mc_return`, compared at the same step)
+   and GiGPO (Feng et al. 2025, arXiv 2505.10978, compared in the same state). GRPO with process supervision (DeepSeekMath,
+   arXiv 2402.03300) subtracts the mean from each turn's reward and adds up the differences, so every further turn costs
+   the mean. Here k counts turns with own tokens, and the k-th turn of a single attempt has advantage 0.
 """
 
 from __future__ import annotations
@@ -36,9 +44,14 @@ class Baseline(Term):
     """Which rewards are compared with each other: all in a `group`, the continuations from one `fork` point, or the
     whole `batch`."""
 
+    @property
+    def compares(self) -> bool:
+        """True if an advantage depends on the rewards of other units."""
+        return True
+
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
         """Return the advantages (U,) float64 for the rewards `x` (U,). There is one reward for each episode, or for
-        each turn.
+        each turn. With `credit: returns`, the reward of a turn is its return.
 
         `scored` (U,) bool marks the episodes or turns that have a reward. Elsewhere, `x` and the result are 0."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define the advantage of each reward there")
@@ -51,7 +64,10 @@ class Baseline(Term):
         if self.by == "batch":
             return torch.zeros(units, dtype=torch.int64)
         of_episode = stream.episodes.group if self.by == "group" else stream.episodes.fork
-        return of_episode if units == len(of_episode) else of_episode[stream.turns.episode]
+        if units == len(of_episode) and stream.turns.place is None:
+            return of_episode
+        of_turn, place = of_episode[stream.turns.episode], stream.turns.place
+        return of_turn if place is None else of_turn * (units + 1) + place
 
 
 class GroupBaseline(Baseline):
@@ -63,6 +79,10 @@ class GroupBaseline(Baseline):
     """Added to the standard deviation."""
     ddof: Literal[0, 1] = 1
     """Subtracted from the count n in the divisor of the variance."""
+
+    @property
+    def compares(self) -> bool:
+        return self.kind != "none"
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
         y = torch.zeros_like(x)

@@ -5,7 +5,8 @@
     gae        delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lambda A_{t+1}
 
 y is the advantage of a unit. r_t is y at the unit's last own token and 0 elsewhere, plus the penalty of the shape
-`token_kl`.
+`token_kl`. If units are turns and a baseline compares them, `returns` and `gae` come before the baseline: r_t is the
+turn's reward, and the baseline compares the A_t of the turns' first tokens.
 
 The time steps of an episode are its own tokens, in the order of turns. The environment's tokens between two turns are
 not time steps: they aren't discounted, and the recurrence skips them. With clock = turn, each turn is one step. Then r
@@ -44,7 +45,8 @@ class Credit(Term):
 
     @property
     def takes_penalty(self) -> bool:
-        """True if the credit accepts a `penalty`: rewards for single tokens, from the shape `token_kl`."""
+        """True if the credit adds up rewards over time steps. Then it accepts a `penalty`, which is a reward for each
+        token (from the shape `token_kl`), and comes before a baseline that compares turns."""
         return False
 
     def __call__(

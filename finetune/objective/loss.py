@@ -216,7 +216,9 @@ def _advantages(
     recipe: Recipe, stream: Stream, compared: Tensor, entered: Tensor, context: Context
 ) -> tuple[Tensor, Tensor | None]:
     x = recipe.reward(stream, context)
-    per_turn = recipe.reward.per == "turn"
+    per_turn = recipe.reward.of_turns
+    if per_turn:
+        x = _of_own_turns(x, stream)
     ours = compared[stream.turns.episode] if per_turn else compared
     ours = ours & ~x.isnan()
     # An unscored unit's NaN is set to 0, because a NaN in a sum over the batch would make every advantage NaN.
@@ -234,8 +236,11 @@ def _advantages(
     returns = returns[owner[ours].unique()]
     context.sums.add("return", returns, extremes=True)
     context.sums.add("return/square", returns.square())
-    y = recipe.baseline(x, ours, stream, context)
-    advantage, target = recipe.credit(y, penalty, stream, context)
+    if per_turn and recipe.baseline.compares and recipe.credit.takes_penalty:
+        advantage, target = _compared_returns(recipe, x, ours, penalty, stream, context)
+    else:
+        y = recipe.baseline(x, ours, stream, context)
+        advantage, target = recipe.credit(y, penalty, stream, context)
     if recipe.bootstraps:
         context.sums.add("episode/bootstrapped", (stream.episodes.cut & ~stream.beyond.isnan())[compared])
     for term in recipe.adjust:
@@ -245,6 +250,38 @@ def _advantages(
     context.sums.add("advantage", own, extremes=True)
     context.sums.add("advantage/square", own.square())
     return advantage, target
+
+
+def _of_own_turns(x: Tensor, stream: Stream) -> Tensor:
+    """Move the rewards `x` (N,) of turns without own tokens to the last turn with own tokens before, in the same episode.
+    NaN where there is no reward."""
+    own, scored = stream.turn[stream.openings], ~x.isnan()
+    at = torch.searchsorted(own, torch.arange(len(x)), right=True) - 1
+    at = torch.cat([own, own.new_full((1,), -1)])[at]  # -1 takes the last one: no own turn before
+    moves = scored & (at >= 0) & (stream.turns.episode[at] == stream.turns.episode)
+    earned = torch.zeros_like(x).index_add(0, at[moves], x[moves])
+    return torch.where(segments.count(at[moves], len(x)) > 0, earned, torch.nan)
+
+
+def _compared_returns(
+    recipe: Recipe, x: Tensor, ours: Tensor, penalty: Tensor | None, stream: Stream, context: Context
+) -> tuple[Tensor, Tensor | None]:
+    """Return the advantages (T,) and the critic's targets if a baseline compares what turns lead to.
+
+    The credit comes first. The return of a turn is the one of its first token, and all tokens of the turn get its
+    advantage. A turn has no return if neither it nor a later turn is scored.
+    """
+    of_token, target = recipe.credit(x, penalty, stream, context)
+    turn = stream.turn[stream.openings]
+    episode = stream.turns.episode[turn]
+    returns, place = torch.zeros_like(x), torch.zeros_like(stream.turns.episode)
+    returns[turn] = of_token[stream.openings]
+    place[turn] = torch.arange(len(turn)) - torch.searchsorted(episode, episode)
+    more = torch.cat([episode[1:] == episode[:-1], episode[:1] < 0])  # another own turn follows in the episode
+    has = torch.zeros_like(ours)
+    has[turn] = segments.recur(ours[turn].to(x.dtype), more.to(x.dtype)) > 0
+    y = recipe.baseline(returns, has, replace(stream, turns=replace(stream.turns, place=place)), context)
+    return y[stream.turn], target
 
 
 def betas(recipe: Recipe) -> tuple[float, ...]:

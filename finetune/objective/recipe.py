@@ -125,7 +125,7 @@ class Recipe(Term):
         This requires rewards per turn. If an episode has its whole reward at the end, this value also predicts reward
         that was earned before the cut, and it would count twice.
         """
-        return self.credit.bootstraps and self.reward.per == "turn"
+        return self.credit.bootstraps and self.reward.of_turns
 
     @property
     def needs_teacher(self) -> bool:

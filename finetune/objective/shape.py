@@ -14,7 +14,7 @@ m and s are the mean and the standard deviation of the run's rewards.
 3. An adaptive KL coefficient (`kl.Adaptive`) changes once after each update, because all optimiser steps of an update
    share the same rewards. The change depends on the mean k1 between sampler and reference over the tokens that enter,
    whichever estimator the penalty uses. With a recomputed anchor, its log-probs replace the sampler's.
-4. If rewards are per turn, the shapes overlong and episode_kl change the reward of the episode's last turn.
+4. If rewards are per turn, the shapes overlong and episode_kl change the reward of the episode's last scored turn.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Overlong(Shape):
         over = (stream.episodes.length - (self.limit - self.buffer)).to(x.dtype)
         cost = (-over / self.buffer * self.factor).clamp(min=-self.factor, max=0.0)
         context.sums.add("reward/overlong", cost[stream.episodes.trains])
-        return _on_episode(x, cost, stream)
+        return _on_episode(x, cost, scored, stream)
 
 
 class RewardKL(Shape):
@@ -151,7 +151,7 @@ class EpisodeKL(RewardKL):
             return x
         cost = segments.total(_kl_estimates(self.estimator, stream), stream.episode, len(stream.episodes.tape))
         context.sums.add("reward/kl", cost[stream.episodes.trains])
-        return _on_episode(x, -self.beta * cost, stream)
+        return _on_episode(x, -self.beta * cost, scored, stream)
 
 
 class TokenKL(RewardKL):
@@ -184,10 +184,12 @@ def _kl_estimates(kind: Estimator, stream: Stream) -> Tensor:
     return torch.where(known, d, torch.zeros_like(d))
 
 
-def _on_episode(x: Tensor, change: Tensor, stream: Stream) -> Tensor:
-    """Return `x` plus each episode's `change`. If `x` is per turn, the change is added to the episode's last turn."""
+def _on_episode(x: Tensor, change: Tensor, scored: Tensor, stream: Stream) -> Tensor:
+    """Return `x` plus each episode's `change`. If `x` is per turn, the change is added to the episode's last scored
+    turn."""
     if len(x) == len(change):
         return x + change
-    owner = stream.turns.episode
-    last = torch.cat([owner[1:] != owner[:-1], owner.new_ones(1, dtype=torch.bool)])
-    return x + torch.where(last, change[owner], torch.zeros_like(x))
+    at = scored.nonzero()[:, 0]
+    owner = stream.turns.episode[at]
+    at = at[torch.cat([owner[1:] != owner[:-1], owner[:1] == owner[:1]])]
+    return x.index_add(0, at, change[stream.turns.episode[at]])

@@ -38,6 +38,8 @@ def attempts(draw: st.DrawFn, *, scored_only: bool = False) -> Attempt:
     if reward is not None:
         parts = [draw(st.sampled_from([0.0, 0.5, -1.0])) for _ in range(turns)]
         parts[-1] += reward - sum(parts)
+        # A turn that earns nothing is scored as 0, or not at all.
+        parts[:-1] = [draw(st.sampled_from([0.0, None])) if part == 0 else part for part in parts[:-1]]
     status = "finished" if scored_only else draw(st.sampled_from(["finished"] * 3 + ["cut", "cancelled"]))
     components = {k: v for k in ("model", "rule") for v in [draw(st.sampled_from([None, *PRICES]))] if v is not None}
     return Attempt(
@@ -61,6 +63,8 @@ def worlds(draw: st.DrawFn, *, scored_only: bool = False, most: int = 5) -> tupl
         sizes = [draw(st.integers(1, 3)) for _ in attempt.turn_rewards]
         cut = draw(st.sampled_from([len(sizes), 1]))
         pieces += [(e, first, part) for first, part in ((0, sizes[:cut]), (cut, sizes[cut:])) if part]
+    if len(pieces) > 1 and draw(st.booleans()):
+        pieces.pop(draw(st.integers(0, len(pieces) - 1)))  # turns without own tokens, as the other player's are
     pieces = draw(st.permutations(pieces))
     known = [-1.0] if scored_only else [-1.0, -1.0, -1.0, None]
     tokens = []

@@ -92,15 +92,26 @@ def rewards(world: World, term: Terms) -> list[float | None]:
             for a in world.episodes
         ]
     if term["per"] == "turn":
-        return [
-            None if world.episodes[e].reward is None else world.episodes[e].turn_rewards[k]
-            for e, k in world.units("turn")
-        ]
+        return [None if world.episodes[e].reward is None else acted(world, e, k) for e, k in world.units("turn")]
     how = {"sum": math.fsum, "mean": statistics.fmean, "max": max}[term["reduce"]]
     return [
-        None if a.reward is None else a.reward if term["reduce"] == "sum" else how(a.turn_rewards)
+        None
+        if a.reward is None
+        else a.reward
+        if term["reduce"] == "sum"
+        else how([r for r in a.turn_rewards if r is not None])
         for a in world.episodes
     ]
+
+
+def acted(world: World, e: int, k: int) -> float | None:
+    """What turn k earned, up to the next turn in which the agent acts; None if nothing scored it, or it isn't its own."""
+    own = {world.tokens[t].turn for t in world.of_episode(e)}
+    if k not in own:
+        return None
+    until = min((turn for turn in own if turn > k), default=len(world.episodes[e].turn_rewards))
+    earned = [r for r in world.episodes[e].turn_rewards[k:until] if r is not None]
+    return math.fsum(earned) if earned else None
 
 
 def drift(world: World, estimator: str, t: int, *, recomputed: bool) -> float:
@@ -124,7 +135,7 @@ def shaped(
         elif term["kind"] in ("overlong", "episode_kl"):
             for i in mine:
                 e, k = units[i]
-                if k in (-1, len(world.episodes[e].turn_rewards) - 1):
+                if k == max(units[j][1] for j in mine if units[j][0] == e):
                     x = [*x[:i], (x[i] or 0.0) + _price(world, term, e, recomputed=recomputed), *x[i + 1 :]]
     return x
 
@@ -152,6 +163,33 @@ def compared(world: World, term: Terms, units: list[tuple[int, int]], x: list[fl
     for i, y in zip(mine, baseline(values, names, term["kind"], term["by"], term["eps"], term["ddof"]), strict=True):
         out[i] = y
     return out
+
+
+def of_returns(
+    world: World, recipe: Terms, units: list[tuple[int, int]], x: list[float | None], price: list[float]
+) -> tuple[list[float], list[float] | None]:
+    """The credit of each turn compared with the credit of the same turn of the others, counting turns that act."""
+    term = recipe["baseline"]
+    credit, target = spread(world, recipe, units, [v or 0.0 for v in x], price)
+    out = [0.0] * len(world.tokens)
+    turns: list[tuple[int, int, int, float]] = []  # (episode, turn, how many before it, credit)
+    for e in range(len(world.episodes)):
+        last = max((k for (owner, k), v in zip(units, x, strict=True) if owner == e and v is not None), default=-1)
+        for place, k in enumerate(sorted({world.tokens[t].turn for t in world.of_episode(e)})):
+            first = next(t for t in world.in_time(e) if world.tokens[t].turn == k)
+            if k <= last:
+                turns.append((e, k, place, credit[first]))
+    names = {
+        "group": [f"{world.episodes[e].group} {place}" for e, _, place, _ in turns],
+        "batch": [""] * len(turns),
+        "fork": [f"{point(world, e)} {place}" for e, _, place, _ in turns],
+    }[term["by"]]
+    ys = baseline([c for *_, c in turns], names, term["kind"], term["by"], term["eps"], term["ddof"])
+    for (e, k, _, _), y in zip(turns, ys, strict=True):
+        for t in world.of_episode(e):
+            if world.tokens[t].turn == k:
+                out[t] = y
+    return out, target
 
 
 def spread(
@@ -238,7 +276,6 @@ def advantages(world: World, recipe: Terms) -> tuple[list[float], list[bool], li
     units = world.units(recipe["reward"]["per"])
     x = [v if known[e] else None for v, (e, _) in zip(rewards(world, recipe["reward"]), units, strict=True)]
     x = shaped(world, recipe["shape"], units, x, recomputed=recomputed)
-    y = compared(world, recipe["baseline"], units, x)
     price = [0.0] * len(world.tokens)
     for term in recipe["shape"]:
         if term["kind"] == "token_kl":
@@ -246,6 +283,10 @@ def advantages(world: World, recipe: Terms) -> tuple[list[float], list[bool], li
                 -term["beta"] * drift(world, term["estimator"], t, recomputed=recomputed)
                 for t in range(len(world.tokens))
             ]
-    a, target = spread(world, recipe, units, y, price)
+    turns = recipe["reward"]["per"] == "turn" and recipe["reward"]["components"] is None
+    if turns and recipe["credit"]["kind"] != "broadcast" and recipe["baseline"]["kind"] != "none":
+        a, target = of_returns(world, recipe, units, x, price)
+    else:
+        a, target = spread(world, recipe, units, compared(world, recipe["baseline"], units, x), price)
     a = adjusted(world, recipe["adjust"], a, inside, known)
     return [v if i else 0.0 for v, i in zip(a, inside, strict=True)], inside, target

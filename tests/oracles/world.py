@@ -12,8 +12,8 @@ class Attempt:
     group: str
     reward: float | None
     """None: unscored."""
-    turn_rewards: list[float]
-    """They add up to the reward; all 0 where it is unscored."""
+    turn_rewards: list[float | None]
+    """They add up to the reward; all 0 where the episode is unscored. None: the turn is unscored."""
     fork: str | None = None
     trains: bool = True
     """Its status allows it."""

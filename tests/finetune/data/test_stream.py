@@ -30,7 +30,7 @@ def test_the_rows_of_a_stream_are_slices_of_it():
 def test_an_episode_without_tokens_has_its_turn_and_one_without_turn_rewards_earned_at_its_last():
     episodes = [episode("a", reward=2.0), episode("b", reward=3.0), episode("c", reward=4.0, turn_rewards=[])]
     stream = Stream.of([row("b", turns=(1, 1))], episodes)
-    assert stream.turns.reward.tolist() == [2.0, 0.0, 3.0, 4.0]
+    assert stream.turns.reward.tolist() == pytest.approx([2.0, float("nan"), 3.0, 4.0], nan_ok=True)
     assert stream.turns.episode.tolist() == [0, 1, 1, 2]
     empty = Stream.of([], episodes)
     assert len(empty) == 0

@@ -122,6 +122,14 @@ def test_all_terms_at_once_are_those_of_the_oracle(batch, changes):
     check(world, recipe, rows, episodes)
 
 
+@pytest.mark.ledger("F31", "F32", "F43", "T01")
+@settings(MANY, max_examples=60)
+@given(worlds(), recipes("baseline", "credit", "shape"))
+def test_rewards_per_turn_are_compared_as_the_oracle_does(batch, changes):
+    recipe = recipe_of({**changes, "reward": {"per": "turn"}})
+    check(batch[0], recipe, *batch[1:])
+
+
 def test_every_term_is_compared():
     assert {*TERMS, "score"} == set(Recipe.model_fields) - {"name", "both_kls"}
 
