@@ -40,8 +40,8 @@ class Episode:
     reward: float | None
     """Total reward of the episode. None if the episode is unscored, which isn't the same as a reward of zero."""
     turn_rewards: Sequence[float] | NDArray[np.floating] | None = None
-    """Rewards of the turns, which add up to `reward`. NaN for a turn that isn't scored, which isn't the same as a reward
-    of zero. If None, the whole reward belongs to the last turn, and the others aren't scored."""
+    """Rewards of the turns, which add up to `reward`. NaN for a turn that isn't scored, which isn't the same as 0.
+    If None, the whole reward belongs to the last turn, and the others aren't scored."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Reward components by name, for recipes that weigh them differently."""
     status: Status = Status.FINISHED

@@ -499,7 +499,7 @@ def _item(item: Any) -> str:
 def elsewhere(then: Mapping[str, JsonValue] | None, now: Mapping[str, JsonValue]) -> str:
     """Describe how the machine, the libraries and the formulas of an update (`then`) differ from the present ones
     (`now`). Empty if nothing differs."""
-    before = {TURNS: "that of an earlier version"} if TURNS in now else {}
+    before = {TURNS: 1} if TURNS in now else {}
     names = [
         f"{name} {now.get(name)} and not {value}"
         for name, value in {**before, **(then or {})}.items()

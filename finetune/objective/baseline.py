@@ -11,18 +11,19 @@ m (mean), s (standard deviation) and n (count) are taken over the units in one g
 from one fork point (by = fork) or the whole batch (by = batch). Units are grouped by id, never by position. An unscored
 unit is in no group.
 
-If the units are turns and `credit` is `returns` or `gae`, x is the credit of the turn: its return G, or its GAE. So the
-credit comes first and the baseline after it. By group and by fork, the k-th turn of an attempt is compared with the k-th
-turns of the others. All tokens of the turn get y.
+If the units are turns and `credit` is `returns` or `gae`, x is the turn's return or its GAE, so the credit comes before
+the baseline. By group and by fork, the k-th turn of an attempt is compared with the k-th turns of the others. All
+tokens of the turn get y.
 
 1. If all rewards in a group are equal, all its advantages are exactly 0. The rewards are compared with each other,
    because s may be a rounding error instead of 0. A division by s + eps would then magnify this error.
 2. The advantage in a group of one is exactly 0 (except with `none`), because there is no other unit to compare with.
 3. If the units are turns and credit is `broadcast`, an episode with more turns has more weight in m and s.
-4. Returns before the baseline follow rLLM (`stepwise_advantage.mode = per_step`: `mc_return`, compared at the same step)
-   and GiGPO (Feng et al. 2025, arXiv 2505.10978, compared in the same state). GRPO with process supervision (DeepSeekMath,
-   arXiv 2402.03300) subtracts the mean from each turn's reward and adds up the differences, so every further turn costs
-   the mean. Here k counts turns with own tokens, and the k-th turn of a single attempt has advantage 0.
+4. Returns before the baseline follow rLLM (`stepwise_advantage.mode = per_step`, which compares `mc_returns` at the
+   same step) and GiGPO (Feng et al. 2025, arXiv 2505.10978, which compares them in the same state). GRPO with process
+   supervision (DeepSeekMath, arXiv 2402.03300) subtracts the mean from each step's reward first and then adds up the
+   differences, so every further turn costs the mean. Here, k counts turns with own tokens, and a k-th turn that only
+   one attempt has gets advantage 0. With by = batch, all returns of the batch are compared.
 """
 
 from __future__ import annotations

@@ -253,8 +253,8 @@ def _advantages(
 
 
 def _of_own_turns(x: Tensor, stream: Stream) -> Tensor:
-    """Move the rewards `x` (N,) of turns without own tokens to the last turn with own tokens before, in the same episode.
-    NaN where there is no reward."""
+    """Move each reward in `x` (N,) of a turn without own tokens to the last turn before that has some, in the same
+    episode. The result is NaN where there is no reward."""
     own, scored = stream.turn[stream.openings], ~x.isnan()
     at = torch.searchsorted(own, torch.arange(len(x)), right=True) - 1
     at = torch.cat([own, own.new_full((1,), -1)])[at]  # -1 takes the last one: no own turn before

@@ -34,7 +34,7 @@ def attempts(draw: st.DrawFn, *, scored_only: bool = False) -> Attempt:
     """One episode of one to three turns."""
     reward = draw(st.sampled_from(PRICES if scored_only else [*PRICES, None]))
     turns = draw(st.integers(1, 3))
-    parts = [0.0] * turns
+    parts: list[Any] = [0.0] * turns
     if reward is not None:
         parts = [draw(st.sampled_from([0.0, 0.5, -1.0])) for _ in range(turns)]
         parts[-1] += reward - sum(parts)

@@ -105,7 +105,7 @@ def rewards(world: World, term: Terms) -> list[float | None]:
 
 
 def acted(world: World, e: int, k: int) -> float | None:
-    """What turn k earned, up to the next turn in which the agent acts; None if nothing scored it, or it isn't its own."""
+    """What turn k earned, up to the next turn in which the agent acts; None if unscored, or if it doesn't act in k."""
     own = {world.tokens[t].turn for t in world.of_episode(e)}
     if k not in own:
         return None

@@ -13,6 +13,7 @@ import torch
 
 from tapereel.agents.engines.embedded.pretrained import load_pretrained, weights_digest
 from tapereel.finetune.inspect.reproducer import Reproduction, retrace
+from tapereel.finetune.loop.history import TURNS
 from tapereel.finetune.trainer.checkpoint import Checkpoint, checkpoints, prune, save_checkpoint
 from tapereel.tapes.arrays import decode, encode
 from tapereel.tapes.records import Use
@@ -333,6 +334,27 @@ def test_another_torch_is_an_excuse_only_where_bits_differ(trained: Path) -> Non
     assert "not 1.0" in str(verdict)
     rewrite(trained, lambda body: (_pin(body), body)[1])
     assert reproduced(trained).outcome == "diverged", "a tape is what it is on every machine"
+
+
+def test_rewards_per_turn_by_the_formula_of_an_earlier_version_are_no_divergence(tmp_path: Path) -> None:
+    def of_version(version: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        def edit(body: dict[str, Any]) -> dict[str, Any]:
+            if body["t"] == "use":
+                body["info"]["on"].pop(TURNS)
+                if version > 1:
+                    body["info"]["on"][TURNS] = version
+                body["items"], body["info"]["loss"] = body["items"][1:], 0.5
+            return body
+
+        return edit
+
+    config = settings_of(updates=1, changes={"reward": {"per": "turn"}, "credit": {"kind": "returns"}})
+    run(tmp_path / "run", config, tasks=tasks(2))
+    assert reproduced(tmp_path / "run", config=config, files=False).outcome == "verified"
+    for version, outcome in ((2, "diverged"), (1, "unverifiable")):
+        copy = shutil.copytree(tmp_path / "run", tmp_path / str(version) / "run")
+        rewrite(copy, of_version(version))
+        assert reproduced(copy, config=config, files=False).outcome == outcome
 
 
 def test_threads_are_those_of_the_update_and_go_back(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
-"""Rewards per turn: what a turn led to is compared, an unscored turn isn't 0, and the other player's turns aren't mine.
+"""Rewards per turn: returns are compared, an unscored turn isn't 0, and the other player's turns aren't mine.
 
-Each advantage is compared with a loop over lists in float64, which shares no code with the package or the other oracles.
+Each advantage is compared with a loop over lists in float64, which shares no code with the package or other oracles.
 """
 
 from __future__ import annotations
