@@ -1,11 +1,10 @@
-"""Three tasks whose sum of rewards says nothing, or almost nothing, of what was done: only credit per turn learns them.
+"""A task whose sum of rewards says nothing of what was done: only credit per turn learns it.
 
 The turns' returns, less their mean at the same turn of the group, against GRPO's one advantage for an episode.
 """
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -39,45 +38,19 @@ class Lent(lab.Letters):
         return Outcome(seen, reward=reward, terminated=last, metrics={"right": 0.0 if last else right})
 
 
-class Lucky(lab.Letters):
-    """The first turn pays 10 or nothing, whatever is said; a right letter pays 1 in the others."""
-
-    luck = random.Random(0)
-    falls = False
-
-    async def step(self, action: Answer) -> Outcome:
-        first, right = not self.turn, float(action.text.startswith(self.task[self.turn]))
-        self.turn += 1
-        last = self.turn == len(self.task) or (self.falls and not first and not right)
-        seen = None if last else Text(text=self.task[self.turn])
-        reward = Lucky.luck.choice([0.0, 10.0]) if first else right
-        return Outcome(seen, reward=reward, terminated=last, metrics={"right": 0.0 if first else right})
+TASKS = ("ab+", "bc+", "cd+", "da+")
 
 
-class Walk(Lucky):
-    """The same, and a wrong letter ends it: every turn pays 1 as long as it goes on."""
-
-    falls = True
-
-
-TASKS = {
-    Lent: (("ab+", "bc+", "cd+", "da+"), 0.0),
-    Lucky: (("+ab", "+bc", "+cd", "+da"), 1.0),
-    Walk: (("+abc", "+bcd", "+cda", "+dab"), 1.0),
-}
-
-
-def right(env: type[lab.Letters], per: str, seed: int, out: Path) -> tuple[float, float]:
+def right(per: str, seed: int, out: Path) -> tuple[float, float]:
     """The share of right letters in the first and in the last four updates."""
     lab.model(seed).save_pretrained(out / "model")
     lab.WORDS.save_pretrained(out / "model")
-    tasks, gamma = TASKS[env]
-    credit = {"kind": "returns", "clock": "turn", "gamma": gamma}
+    credit = {"kind": "returns", "clock": "turn", "gamma": 0.0}
     changes: dict[str, Any] = {"reward": {"per": "turn"}, "credit": credit} if per == "turn" else {}
     config = TrainConfig(
         agent=f"{lab.__name__}:Speaker",
-        env=f"{env.__module__}:{env.__name__}",
-        tasks=tasks,
+        env=f"{Lent.__module__}:{Lent.__name__}",
+        tasks=TASKS,
         engine=EmbeddedConfig(model=str(out / "model"), slots=64),
         evaluation=EvaluationConfig(fraction=0),
         seed=seed,
@@ -95,17 +68,13 @@ def right(env: type[lab.Letters], per: str, seed: int, out: Path) -> tuple[float
         ),
     )
     train(config, out / "run")
-    share = [line["component/right"] / (len(tasks[0]) - 1) for line in lines_of(out / "run")]
+    share = [line["component/right"] / 2 for line in lines_of(out / "run")]
     return sum(share[:4]) / 4, sum(share[-4:]) / 4
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("env", TASKS)
-def test_only_credit_per_turn_learns(env: type[lab.Letters], seed: int, tmp_path: Path) -> None:
-    (first, last), (_, whole) = (
-        right(env, "turn", seed, tmp_path / "turn"),
-        right(env, "episode", seed, tmp_path / "ep"),
-    )
-    print(f"| {env.__name__} | {seed} | {first:.2f} | {last:.2f} | {whole:.2f} |")
-    assert last > first + 0.15
-    assert last > whole + 0.15
+def test_only_credit_per_turn_learns_what_is_taken_back_later(seed: int, tmp_path: Path) -> None:
+    first, last = right("turn", seed, tmp_path / "turn")
+    _, whole = right("episode", seed, tmp_path / "episode")
+    assert last > first + 0.25
+    assert last > whole + 0.25
