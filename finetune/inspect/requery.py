@@ -4,16 +4,12 @@ This checks that a tape's tokens come from the policy that the tape names. Each 
 the weights of its recorded version, or with weights that the caller names. The weights come from checkpoints and model
 folders. If the weights of a version are missing, its tokens can't be verified.
 
-In float32, log-probs are equal up to `TOLERANCE`. In bfloat16, rounding alone moves some of them by tenths of a nat, so
-the tolerance is measured. The recorded log-prob and the one computed again in the same precision are two roundings
-of one number, which float32 arithmetic with the same weights gives. If the weights are right, both are equally far from
-it, whatever the model. The root mean square over a tape and over a version's tapes is compared (`allowed`), because
-rounding errors have heavy tails.
+In float32, log-probs are equal up to `TOLERANCE`. In bfloat16, the tolerance is measured (`loop/rounding.py`), and the
+root mean square over a tape and over a version's tapes is compared.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -47,18 +43,10 @@ from ...tapes.records import Publish
 from ...tapes.store.run_directory import recorded_settings
 from ...tapes.store.store import Store
 from ..data.rows import Row, rows
+from ..loop.rounding import TOLERANCE, allowed, rms
 from ..trainer.checkpoint import Checkpoint, checkpoint_folders, checkpoints
 from ..trainer.logprobs import casting, parts, score
 
-TOLERANCE = 1e-4
-"""Two log-probs in float32 count as equal up to this difference in nats. It is ten times the observed rounding error,
-but less than the effect of one update."""
-MARGIN = 1.25
-"""In bfloat16, recorded log-probs may be this many times further from float32 than those computed again, because a
-sampler rounds at other places. On a CPU, the measured ratios are between 0.9 and 1.12."""
-SURE, TAIL = 5.0, 10.0
-"""The tolerance in bfloat16 includes SURE standard deviations of a mean square. They are computed for a kurtosis of at
-least TAIL, as measured for SmolLM2-135M, because few tokens don't show how heavy the tails are."""
 Precision = Literal["float32", "bfloat16 weights", "bfloat16 autocast", "bfloat16 assumed"]
 """How a sampler computed: in float32, in the dtype of its weights, or under autocast to bfloat16. If the run doesn't
 record it, as with servers, bfloat16 is assumed where float32 doesn't give the recorded log-probs."""
@@ -239,28 +227,12 @@ def compared(
 ) -> list[tuple[Compared, ...]]:
     """Compare errors (N,) of the recorded log-probs of a version with those computed again, for each of its tapes and
     for the version. Tapes that are off by themselves don't count for the version."""
-    rounding = _rms(now)
-    own = [Compared("tape", _rms(recorded[at]), allowed(at.stop - at.start, now), rounding) for at in tapes]
+    rounding = rms(now)
+    own = [Compared("tape", rms(recorded[at]), allowed(at.stop - at.start, now), rounding) for at in tapes]
     others = [recorded[at] for at, one in zip(tapes, own, strict=True) if one.error <= one.limit]
     every = np.concatenate(others or [recorded])
-    version = Compared("version", _rms(every), allowed(len(every), now), rounding)
+    version = Compared("version", rms(every), allowed(len(every), now), rounding)
     return [(one, version) for one in own]
-
-
-def _rms(errors: NDArray[np.float64]) -> float:
-    return math.sqrt((errors**2).mean())
-
-
-def allowed(n: int, rounding: NDArray[np.float64]) -> float:
-    """Return the tolerance in nats for the root mean square error of `n` recorded log-probs. `rounding` are the errors
-    (N,) of those computed again.
-
-    As in Bernstein's inequality, a term for the variance is followed by one for tails, which counts for few tokens.
-    """
-    rms = _rms(rounding)
-    kurtosis = max(float(((rounding / rms) ** 4).mean()), TAIL) if rms else TAIL
-    x = SURE * math.sqrt((kurtosis - 1) * (1 / n + 1 / len(rounding)))
-    return max(MARGIN * rms * math.sqrt(1 + x + x * x / 2), TOLERANCE)
 
 
 def requery_run(

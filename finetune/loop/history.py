@@ -11,6 +11,7 @@ again from the tapes. So no update is lost or applied twice.
 from __future__ import annotations
 
 import hashlib
+import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import JsonValue
 from pydantic_core import to_json
 from torch import Tensor, nn
@@ -42,11 +44,13 @@ from ..trainer.checkpoint import (
     remove_partial,
     save_checkpoint,
 )
+from ..trainer.distributed import with_files
 from ..trainer.logprobs import vocabulary_of
 from ..trainer.reference import ServedTeacher
 from ..trainer.updates import PolicyTrainer, TrainerState, UpdateStats, together
 from .delivery import Delivery
 from .plan import Batch, ComputedOn, Plan, Source, UpdateInfo, by_update, taught_by
+from .rounding import allowed, rounding_of, sample_of
 from .staleness import version_name
 
 if TYPE_CHECKING:
@@ -164,6 +168,7 @@ class History:
         trainer = self.enter(plan.phase)
         trainer.version = self.version
         given = self.taught_rows(plan, batch)
+        rounded = self._rounding(batch)
         # Before the update, because it may change the reference.
         compared = trainer.compared({name: getattr(plan, name, None) for name in trainer.others})
         steps = list(
@@ -190,8 +195,20 @@ class History:
             uses[0].info["delivery"] = self.delivery.found
         highs = stats.sums.highs
         uses[0].info.update({name: known(highs[name]) for name in ("mismatch", "moved") if name in highs})
+        if rounded is not None and (square := stats.sums.mean("mismatch/square")) is not None:
+            # Both log-probs are rounded, so the mean square of their difference is up to twice that of an error.
+            limit = math.sqrt(2) * allowed(int(stats.sums.counts["mismatch"]), rounded)
+            uses[0].info["rounding"] = {"error": math.sqrt(square), "limit": limit}
         self.taught.update(taught_by(uses))
         return stats, uses
+
+    def _rounding(self, batch: Batch) -> NDArray[np.float64] | None:
+        """Measure how autocast rounds the log-probs of tokens that the current weights sampled (`rounding_of`). Return
+        None without autocast or such tokens."""
+        dtype = self.delivery.autocast
+        found = [] if dtype is None else sample_of(batch.rows, self.version)
+        about = {"autocast": dtype, "vision": self.delivery.vision}
+        return self.held.call(rounding_of, rows=with_files(found), **about) if found else None
 
     def taught_rows(self, plan: Plan, batch: Batch) -> Sequence[Row]:
         """Return the rows of `batch` for the planned update. If an engine serves the teacher, add the teacher's

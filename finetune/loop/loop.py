@@ -30,6 +30,7 @@ from ...envs.rewards.relative import training_reward
 from ...tapes import Tape
 from ...tapes.common.text import logger
 from ...tapes.errors import TapereelError, UsageError
+from ...tapes.records import Use
 from ..data.rows import Row
 from ..objective.recipe import Recipe
 from ..recipes import get_recipe
@@ -37,7 +38,7 @@ from ..trainer.updates import UpdateStats
 from .history import History
 from .loop_config import LoopConfig
 from .metrics import performance_line, player_line, rollout_line
-from .plan import Plan, batch_of
+from .plan import Plan, UpdateInfo, batch_of
 from .player import Player, check_players
 from .rollouts import PHASE, Rollouts, Taken
 from .staleness import stale_before
@@ -319,8 +320,8 @@ class Loop:
             self.train_engine_seconds += self.engine.stats.busy_seconds - before
             # This is checked before the records are written, so that no run continues after an update on wrong
             # log-probs.
-            for one in (stats, *(other[0] for other in others)):
-                self._check(one)
+            for one, (first, *_) in ((stats, uses), *(other[:2] for other in others)):
+                self._check(one, first)
             for record in (*uses, publish, *(record for _, theirs, _, name in others for record in (*theirs, name))):
                 self.store.append_layer(record)
             await self.store.writer.durable()
@@ -401,19 +402,23 @@ class Loop:
         check_seats(self.engine, self.rollouts.spoke)
         self._agents_checked = True
 
-    def _check(self, stats: UpdateStats) -> None:
-        """Raise SamplerMismatch if sampler and trainer differ by more than the tolerance.
+    def _check(self, stats: UpdateStats, use: Use) -> None:
+        """Raise SamplerMismatch if sampler and trainer differ by more than the tolerance, and, with autocast, by more
+        than rounding explains.
 
         The check needs the same weights in both, so it is made only if `max_lag` is 0. `stats.mismatch` covers only the
         first step of an update, after which the trainer's weights are different.
         """
-        bound = self.config.sampler_tolerance
-        if self.config.max_lag == 0 and bound is not None and stats.mismatch is not None and stats.mismatch > bound:
+        bound, found = self.config.sampler_tolerance, UpdateInfo.model_validate(use.info).rounding
+        if self.config.max_lag or bound is None or stats.mismatch is None or stats.mismatch <= bound:
+            return
+        if found is None or not found["error"] <= max(found["limit"], bound):
+            why = "" if found is None else f", on average by {found['error']:.3g} (rounding: {found['limit']:.3g})"
             raise SamplerMismatch(
                 f"update {self.history.updates}: a token's log-prob differs by {stats.mismatch:.3g} nats between "
-                f"sampler and trainer, which have the same weights (loop.sampler_tolerance={bound:g}). If the "
-                "sampler or the trainer computes in bfloat16, set loop.sampler_tolerance to about 0.05; otherwise "
-                "look at the update's tapes with `tapereel explain`"
+                f"sampler and trainer{why}, which have the same weights (loop.sampler_tolerance={bound:g}). If only "
+                "one of them computes in bfloat16, set loop.sampler_tolerance to about 0.05; otherwise look at the "
+                "update's tapes with `tapereel explain`"
             )
 
 

@@ -218,6 +218,9 @@ class UpdateInfo(Plan):
     the update. In a record without `moved`, it covers all tokens."""
     moved: float | None = None
     """The same as `mismatch`, but over all tokens."""
+    rounding: dict[str, float] | None = None
+    """With autocast: the root mean square of `mismatch`'s differences in nats (`error`), and the largest one that
+    rounding explains (`limit`)."""
     delivery: dict[str, JsonValue] | None = None
     """Result of the check that the samplers had the weights before the update (see `delivery.py`)."""
 

@@ -91,7 +91,7 @@ class UpdateStats:
     def line(self) -> dict[str, object]:
         """Return the fields of the step for a line of metrics.jsonl (see docs/reference/metrics.md). Values that
         weren't measured are None or absent."""
-        sums = self.sums.flat()
+        sums = self.sums.without("mismatch/square").flat()
         values: dict[str, object] = {
             "loss": self.loss,
             **{f"loss/{name}": part for name, part in self.parts.items()},
@@ -125,7 +125,7 @@ def together(steps: Sequence[UpdateStats]) -> UpdateStats:
     of = applied or steps
     sums = Sums()
     for k, step in enumerate(steps):
-        sums.merge(step.sums if k == 0 else step.sums.without("mismatch", "moved"))
+        sums.merge(step.sums if k == 0 else step.sums.without("mismatch", "mismatch/square", "moved"))
     last = steps[-1]
     weight = torch.stack([step.weight for step in of]).sum(0)
     return UpdateStats(
@@ -328,7 +328,9 @@ def observe(lp: Tensor, old: Tensor, sums: Sums, fresh: Tensor | None = None) ->
     """
     delta = lp.cpu().double() - old.double()
     sums.add("moved", delta.abs(), extremes=True)
-    sums.add("mismatch", delta.abs() if fresh is None else delta[fresh].abs(), extremes=True)
+    mismatch = delta.abs() if fresh is None else delta[fresh].abs()
+    sums.add("mismatch", mismatch, extremes=True)
+    sums.add("mismatch/square", mismatch.square())
     sums.add("kl/old", -delta)
     ratio = delta.clamp(max=20).exp()
     sums.add("ratio", ratio, extremes=True)

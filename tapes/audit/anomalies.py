@@ -11,7 +11,7 @@
 | impossible log-probs | a log-prob is above 0 by more than rounding can explain |
 | unknown log-probs | a sampled token has no log-prob |
 | unknown token ids | a tape was set aside, because it has an id that the model doesn't have |
-| log-prob mismatch | trainer and sampler differ on a token by more than `MISMATCH`, and no update explains it |
+| log-prob mismatch | trainer and sampler differ on a token by over `MISMATCH`, and no update or rounding explains it |
 | reward without evidence | a score has no evidence, although other scores of its component have some |
 | reward without action | a tape without actions earned a reward other than 0 |
 | reward that isn't a number | a reward is NaN or infinite |
@@ -41,8 +41,8 @@ from ..value import Value
 OFTEN = 0.1
 """Cut completions and cut episodes are reported if their share is above this value."""
 MISMATCH = 0.1
-"""If trainer and sampler differ on a token by more than this number of nats, it is a mismatch. Rounding causes far
-smaller differences. Even in bfloat16, they almost always stay below this limit."""
+"""If trainer and sampler differ on a token by more than this number of nats, it is a mismatch. Rounding in float32
+causes far smaller differences."""
 ROUNDING = 1e-6
 """Rounding may lift a log-softmax in float32 above 0 by this number of nats."""
 
@@ -156,10 +156,11 @@ _NOTED: dict[str, tuple[str | None, str]] = {
 class Anomalies:
     """Counts anomalies while `AuditFold` passes it the records of one run."""
 
-    def __init__(self, examples: int, repeats: int, diverged: Container[str] = ()) -> None:
+    def __init__(self, examples: int, repeats: int, replayed: Mapping[str, str] | None = None) -> None:
         """`examples` is the number of tapes that each anomaly names. A tape is reported if it has at least `repeats`
-        equal actions in a row. `diverged` holds the ids of tapes that diverged in `replay model`."""
-        self._examples, self._repeats, self._diverged = examples, repeats, diverged
+        equal actions in a row. `replayed` has what `replay model` found: by tape, `diverged`, or `rounded` if its
+        log-probs differ only by rounding in bfloat16."""
+        self._examples, self._repeats, self._replayed = examples, repeats, replayed or {}
         self._odd: dict[tuple[str, str], _Odd] = {}
         self._groups: dict[str, _Group] = {}
         self._tapes_of: dict[str, list[str]] = {}
@@ -243,14 +244,20 @@ class Anomalies:
         explains a mismatch. If older weights sampled them, the updates since then may explain a difference of any size.
         A mismatch on older tokens is therefore reported only if their tape diverged in `replay model`, which uses the
         older weights. A record without `moved` doesn't distinguish older tokens from the others.
+
+        In bfloat16, rounding explains a mismatch if the update measured so (`rounding`), or `replay model` for all its
+        tapes.
         """
         for use, moved, tapes in self._uses:
             own = use.info.get("mismatch") if "moved" in use.info else None
+            outcomes = {self._replayed.get(tape) for tape in tapes}
+            rounding = cast("dict[str, float]", use.info.get("rounding") or {"error": math.inf, "limit": 0.0})
+            explained = rounding["error"] <= rounding["limit"] or outcomes == {"rounded"}
             versions = (version for item in use.items for version in self._oldest.get(item[1], ()))
             older = any(_age(version, use.lineage, use.update) for version in versions)
-            if not older or any(tape in self._diverged for tape in tapes):
+            if "diverged" in outcomes or not (older or explained):
                 self._note("log-prob mismatch", use.lineage, tapes, most=moved)
-            elif isinstance(own, int | float) and own > MISMATCH:
+            elif isinstance(own, int | float) and own > MISMATCH and not explained:
                 self._note("log-prob mismatch", use.lineage, tapes, most=own)
         self._uses.clear()
 

@@ -18,7 +18,7 @@ The audit doesn't decide whether an anomaly is a fault. A person decides this by
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -183,13 +183,13 @@ class AuditFold:
         only: Container[str] | None = None,
         repeats: int = 3,
         inherited: Callable[[str], int] | None = None,
-        diverged: Container[str] = (),
+        replayed: Mapping[str, str] | None = None,
     ) -> None:
         """`only` holds the ids of the tapes to count. None means all tapes.
 
         A tape is reported if it has at least `repeats` equal actions in a row. `inherited` takes the id of a fork and
-        returns how many steps the fork has from its parent. A run with forks needs this function. `diverged` holds the
-        ids of tapes that diverged in `replay model`.
+        returns how many steps the fork has from its parent. A run with forks needs this function. For `replayed`,
+        see `Anomalies`.
         """
         self._only, self._inherited = only, inherited
         self._open: dict[str, _Tape] = {}
@@ -198,7 +198,7 @@ class AuditFold:
         self._spent: dict[tuple[str, str, str | None], Spent] = {}
         self._components: dict[tuple[bool, str, str, bool], Component] = {}
         self._earned: dict[tuple[str, str | None], _Earnings] = {}
-        self._odd = Anomalies(EXAMPLES, repeats, diverged)
+        self._odd = Anomalies(EXAMPLES, repeats, replayed)
 
     def take(self, name: str, facts: Facts | None) -> None:
         """Add the facts of one record. `name` is the id of the record's tape."""
@@ -358,7 +358,7 @@ def audit_run(
         only=only,
         repeats=repeats,
         inherited=lambda tape: store.tape(tape, refresh=False).inherited,
-        diverged=_diverged(store.path),
+        replayed=_replayed(store.path),
     )
     records = sum(segment.n for segment in store.index.segments())
     done = 0
@@ -379,15 +379,18 @@ def audit_run(
     return books.books(), fold.audit()
 
 
-def _diverged(run: Path) -> frozenset[str]:
-    """Return the ids of the tapes that diverged when `replay model` last checked them with the run's own weights."""
+def _replayed(run: Path) -> dict[str, str]:
+    """Return what `replay model` last found with the run's own weights, by tape: `diverged`, or `rounded` if the tape
+    was verified in bfloat16."""
     checks = Checks(run)
-    found: set[str] = set()
+    found = dict[str, str]()
     for tape in checks.refresh():
         own = [verdict for check, verdict in checks.of(tape) if check.verb == "requery" and "model" not in check.given]
         if own and own[0].outcome == "diverged":
-            found.add(tape)
-    return frozenset(found)
+            found[tape] = "diverged"
+        elif own and own[0].outcome == "verified" and (own[0].precision or "float32") != "float32":
+            found[tape] = "rounded"
+    return found
 
 
 def _chosen(store: Store, split: str | None, limit: int | None) -> frozenset[str]:

@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from tapereel.agents.engines.embedded.pretrained import device_of, load_pretrained
 from tapereel.agents.setup.engine_config import EmbeddedConfig
 from tapereel.cli import main
+from tapereel.finetune.loop import rounding
 from tapereel.finetune.loop.loop_config import CriticConfig
 from tapereel.finetune.run.player_config import TrainerConfig
 from tapereel.finetune.run.policy import load_policy, sampling_attention
@@ -110,6 +111,7 @@ def test_settings_of_precision_reach_every_forward(
 
     for place in ("logprobs", "trainer", "critic"):
         monkeypatch.setattr(f"tapereel.finetune.trainer.{place}.states", states)
+    monkeypatch.setattr(rounding, "SAMPLE", 0)  # it forwards without autocast too
     own = {"autocast": "bfloat16", "gradient_checkpointing": True}
     narrow = config(folder, recipe="ppo", optimiser=own, critic={"optimiser": own}, sampler_tolerance=None)
     assert train(narrow, tmp_path / "narrow").books_close
@@ -120,7 +122,10 @@ def test_settings_of_precision_reach_every_forward(
 
 
 @pytest.mark.parametrize("autocast", ["bfloat16", None])
-def test_an_engine_samples_under_the_autocast_that_trains(folder: Path, tmp_path: Path, autocast: str | None) -> None:
+def test_an_engine_samples_under_the_autocast_that_trains(
+    folder: Path, tmp_path: Path, autocast: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounding, "SAMPLE", 0)  # it forwards without autocast too
     seen: set[tuple[bool, bool]] = set()
 
     def noted(module: Any, given: Any) -> None:

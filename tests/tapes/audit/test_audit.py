@@ -350,7 +350,28 @@ def test_what_updates_since_the_sampling_may_explain_is_no_mismatch(versions: tu
     assert ("log-prob mismatch" in odd(audited(tape, use(0.99)))) is told
     assert ("log-prob mismatch" in odd(audited(use(0.99), tape))) is told, "whichever comes first"
     assert ("log-prob mismatch" in odd(audited(tape, use(99.0)))) is told, "a learning rate can be as high as it likes"
-    assert "log-prob mismatch" in odd(audited(tape, use(0.99), diverged={"a"})), "the weights were asked"
+    assert "log-prob mismatch" in odd(audited(tape, use(0.99), replayed={"a": "diverged"})), "the weights were asked"
+
+
+@pytest.mark.parametrize(
+    ("error", "replayed", "told"),
+    [
+        (0.02, {}, False),
+        (0.04, {}, True),
+        (0.02, {"a": "diverged"}, True),
+        (None, {}, True),
+        (None, {"a": "rounded"}, False),
+    ],
+)
+def test_a_difference_that_rounding_explains_is_no_mismatch(
+    error: float | None, replayed: dict[str, str], told: bool
+) -> None:
+    """As the update measured it, or `replay model` for a run of an earlier version."""
+    tape = episode("a", call("a", 1, 1, spans=(("m:5", 0, 1),)))
+    info: dict[str, Any] = {"mismatch": 0.75, "moved": 0.75}
+    info |= {} if error is None else {"rounding": {"error": error, "limit": 0.03}}
+    use = [Use(lineage="m", update=5, items=(("a", "a.1", 0, 1, 1.0),), info=info)]
+    assert ("log-prob mismatch" in odd(audited(tape, use, replayed=replayed))) is told
 
 
 @pytest.mark.parametrize("mismatch", [None, 0.01, 0.75])
