@@ -130,7 +130,8 @@ class RemoteEngine:
         self.name = f"{dialect.name}:{capabilities.model}"
         self.stats = RemoteStats()
         self.capabilities = capabilities
-        can: set[Capability] = {"stats", "copies", "absence", "sleep", "score"}
+        can: set[Capability] = {"stats", "copies", "absence", "sleep"}
+        can |= {"score"} if dialect.name != "sglang" else set()
         can |= {"pictures"} if capabilities.sees else set()
         can |= {"grammar"} if capabilities.enforces else set()
         can |= {"weights"} if takes_weights else set()

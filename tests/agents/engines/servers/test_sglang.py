@@ -343,6 +343,13 @@ def test_sleeping_uses_its_routes() -> None:
     assert routes[-1] == "/resume_memory_occupation"
 
 
+def test_scores_of_given_tokens_are_not_claimed() -> None:
+    async def test(engine: RemoteEngine) -> None:
+        assert "score" not in engine.can
+
+    using(SGLangServer(), test)
+
+
 def test_other_ways_to_publish_are_refused() -> None:
     with pytest.raises(ValueError, match=r"transfer.*publish=reload"):
         ServerConfig(kind="sglang", model="m", urls=("http://127.0.0.1:1",), publish="transfer")
