@@ -249,7 +249,8 @@ class LoopConfig(RecipeConfig):
     sampled meanwhile, so max_lag must be 0."""
     sampler_tolerance: float | None = Field(default=1e-4, gt=0)
     """Largest allowed |log-prob at sampling - log-prob in training| in nats. It is checked only if max_lag is 0, and
-    None disables the check. After a weight sync, differences up to this number always count as rounding."""
+    None disables the check. Under autocast, a larger difference is allowed if rounding explains it. After a weight
+    sync, differences up to this number always count as rounding."""
     group_deadline: float = Field(default=300.0, gt=0)
     """Seconds after which a group closes. It keeps the attempts that have finished, and the others are cancelled."""
     checkpoint_every: int = Field(default=10, ge=1)

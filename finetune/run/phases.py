@@ -192,7 +192,7 @@ def _served(policy: Policy, config: ServerConfig | CustomConfig) -> ServedTeache
     if isinstance(config, ServerConfig) and not config.urls:
         raise UsageError("loop.teacher.urls is empty: start the teacher's server (`tapereel serve model`) and name it")
     if config.kind == "sglang":
-        raise UsageError("loop.teacher.kind is sglang, whose engine can't score given tokens: serve the teacher by vLLM")
+        raise UsageError("loop.teacher.kind is sglang, which scores no given tokens: serve the teacher by vLLM")
     if config.model is not None:
         _check_tokens(policy, load_tokenizer(config.model), f"loop.teacher.model={config.model}")
 
