@@ -415,7 +415,8 @@ class _Exchange:
                 raise RenderFailed(f"the engine {engine.name!r} can't see, and the prompt holds {shown}: {BLIND}")
             if engine.renderer is None or part.get("type") not in ("image", "video"):
                 continue
-            if shown is None or part != part_of(shown) or any(one.name not in known for one in pictures_of(shown)):
+            plain = {name: value for name, value in part.items() if name != "detail"}  # a request's, for a hosted model
+            if shown is None or plain != part_of(shown) or any(one.name not in known for one in pictures_of(shown)):
                 raise RenderFailed(f"no step shows the picture or video of the part {part!r:.200}")
 
     def _fit(self, rendered: Rendered | None, base: Sampling) -> tuple[Rendered | None, Sampling]:
