@@ -1,9 +1,10 @@
-"""Make the environment of the unmodified clients that are run through the gateway, and of the models of ATIF.
+"""Make the environments of the unmodified clients that are run through the gateway, and of the models of ATIF.
 
     python tests/contract/clients_env.py         (into .contract/clients; does nothing where it is there already)
 
-About 1.2 GB: 320 MB of Python packages, 420 MB of Codex, 380 MB of Claude Code and 25 MB of Vercel's AI SDK. Needs node
-and npm. It is apart because the clients pin versions of their own, and most of them are used nowhere else.
+About 1.6 GB: 320 MB of Python packages, 420 MB of Codex, 380 MB of Claude Code, 25 MB of Vercel's AI SDK, and 400 MB of
+two clients that pin other versions. Needs node, npm, and Python 3.12, as one of the clients does. It is apart because
+the clients pin versions of their own, and most of them are used nowhere else.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,13 +39,29 @@ NPM_PACKAGES = [
     "@ai-sdk/anthropic@4.0.105",
     "zod@4.6.7",
 ]
+APART = {"browser-use": "browser-use==0.13.14", "agency-swarm": "agency-swarm==1.11.0"}
+"""Clients that pin other versions than PACKAGES: `anthropic` below 2, and `openai` below 2.45."""
+MADE = "\n".join([*PACKAGES, *APART.values(), *NPM_PACKAGES])
 
 
-MADE = "\n".join([*PACKAGES, *NPM_PACKAGES])
+def python_of(client: str) -> Path:
+    """The Python that runs this client."""
+    return FOLDER / client / "bin" / "python" if client in APART else PYTHON
 
 
 def is_there() -> bool:
     return DONE.exists() and DONE.read_text() == MADE
+
+
+def install(folder: Path, *packages: str, lent: Path | None = None) -> None:
+    """Make an environment. What `lent` has in a fitting version isn't installed again."""
+    # pyenv's `python3.12` works where pyenv is asked for that version, and no other program reads the variable.
+    make = ["python3.12", "-m", "venv", "--clear", folder]
+    subprocess.run(make, env=os.environ | {"PYENV_VERSION": "3.12"}, check=True, timeout=120)
+    if lent is not None:
+        (folder / lent.relative_to(FOLDER) / "lent.pth").write_text(f"{lent}\n")
+    pip = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
+    subprocess.run([*pip, *packages], check=True, timeout=600)
 
 
 def main() -> None:
@@ -53,10 +69,10 @@ def main() -> None:
         print(f"{FOLDER} is there already")
         return
     DONE.unlink(missing_ok=True)
-    if not PYTHON.exists():
-        venv.create(FOLDER, with_pip=True)
-    command = [PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *PACKAGES]
-    subprocess.run(command, check=True, timeout=600)
+    install(FOLDER, *PACKAGES)
+    (lent,) = FOLDER.glob("lib/python*/site-packages")
+    for client, package in APART.items():
+        install(FOLDER / client, package, lent=lent)
     npm = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", "--prefix", FOLDER, *NPM_PACKAGES]
     subprocess.run(npm, check=True, timeout=600)
     for program in ("codex", "claude"):

@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import shutil
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -224,6 +226,31 @@ async def smolagents(agent: str, stream: bool) -> str:
         return str(made.run(TASK))
 
 
+async def browser_use() -> str:
+    """Fill in a page's field and press its button, in the browser on the path. The page is in the environment."""
+    from browser_use import Agent, BrowserProfile, ChatOpenAI
+
+    profile = BrowserProfile(executable_path=shutil.which("chromium"), chromium_sandbox=False, headless=True)
+    task = f"open {os.environ['PAGE']} and add 19 and 23"
+    agent = Agent(task=task, llm=ChatOpenAI(model="gpt-4.1-mini"), browser_profile=profile)
+    with contextlib.redirect_stdout(sys.stderr):  # where it logs each step
+        history = await agent.run(max_steps=6)
+    return str(history.final_result())
+
+
+async def agency_swarm() -> str:
+    from agency_swarm import Agency, Agent, function_tool
+
+    @function_tool
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return added(a, b)
+
+    agent = Agent(name="adder", instructions="Add with the tool.", tools=[add], model="gpt-4.1")
+    with contextlib.redirect_stdout(sys.stderr):
+        return str((await Agency(agent).get_response(TASK)).final_output)
+
+
 CLIENTS: dict[str, Callable[[], Awaitable[str]]] = {
     "responses": lambda: responses(False),
     "responses-streamed": lambda: responses(True),
@@ -245,6 +272,8 @@ CLIENTS: dict[str, Callable[[], Awaitable[str]]] = {
     "smolagents-calls": lambda: smolagents("ToolCallingAgent", False),
     "smolagents-calls-streamed": lambda: smolagents("ToolCallingAgent", True),
 }
+APART: dict[str, Callable[[], Awaitable[str]]] = {"browser-use": browser_use, "agency-swarm": agency_swarm}
+"""Clients with an environment of their own."""
 
 
 def parse(path: Path) -> None:
@@ -275,4 +304,4 @@ if __name__ == "__main__":
     elif sys.argv[1] == "parsed":
         print(asyncio.run(parsed(sys.argv[2])))
     else:
-        print(asyncio.run(CLIENTS[sys.argv[1]]()))  # type: ignore[arg-type]
+        print(asyncio.run((CLIENTS | APART)[sys.argv[1]]()))  # type: ignore[arg-type]

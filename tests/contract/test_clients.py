@@ -10,16 +10,20 @@ import runpy
 import shlex
 import subprocess
 import tempfile
+import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
 from tapereel.agents import Completion, rollout
 from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
+from tapereel.agents.engines.engine import Capability
 from tapereel.agents.gateway import Program, chat_protocol, messages_protocol, responses_protocol
 from tapereel.agents.gateway.dialect import Answered
 from tapereel.agents.rendering.renderer import Renderer
@@ -33,7 +37,8 @@ from tapereel.tapes.store.store import Store
 
 from ..agents.families import tokenizer
 from ..agents.gateway.lab import Told
-from .clients_env import FOLDER, PROGRAMS, PYTHON, is_there
+from ..agents.rendering import seeing
+from .clients_env import FOLDER, PROGRAMS, PYTHON, is_there, python_of
 from .clients_run import CLIENTS, PARSED
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
@@ -46,6 +51,7 @@ RECIPES: dict[str, Program] = {
     if isinstance(value, Program)
 }
 RENDERER = Renderer(tokenizer("qwen3"))
+SEEING = Renderer(seeing.tokenizer(seeing.QWEN), seeing.Pads())
 CHARS = char_tokenizer()
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": %d, "b": %d}}\n</tool_call>'
 THOUGHT = "<think>\nI may write %s .\n</think>\n\n" % (CALL % (7, 8))
@@ -114,6 +120,9 @@ ALL: dict[str, Client] = {
         name: Client(Program([str(PYTHON), str(SCRIPT), name]), results=("3", "error occurred", "7", "11"))
         for name in ("agents-sdk", "agents-sdk-streamed")
     },
+    "agency-swarm": Client(
+        Program([str(python_of("agency-swarm")), str(SCRIPT), "agency-swarm"]), results=("3", "negative", "7", "11")
+    ),
     **{
         name: Client(Program([str(PYTHON), str(SCRIPT), name]), CODE, ("3", "negative", "7 11"))
         for name in ("smolagents", "smolagents-streamed")
@@ -169,7 +178,7 @@ class Says(Told):
         return RENDERER
 
     def _completion(self, text: str, *, end: bool) -> Completion:
-        ids = array("i", [*RENDERER._codec._raw(text), *RENDERER.end_ids[:1]])
+        ids = array("i", [*self.renderer._codec._raw(text), *self.renderer.end_ids[:1]])
         spans = (("run:0", 0, len(ids)),)
         return Completion(text=text, ids=ids, logprobs=array("f", [-0.5] * len(ids)), spans=spans, finish="stop")
 
@@ -209,6 +218,71 @@ def test_a_client_as_it_comes_is_one_row_and_is_replayed(name: str, tmp_path: Pa
     (place,) = [k for k, message in enumerate(asked) if message["role"] == "tool"]
     assert f"messages[{place}].content" in str(verdict)
     assert changes in text_of(asked[place])
+
+
+class Seeing(Says):
+    """A model that sees."""
+
+    can: frozenset[Capability] = frozenset({"weights", "pictures"})
+
+    def __init__(self, say: Callable[[list[Any]], str]) -> None:
+        Told.__init__(self, say)
+
+    @property
+    def renderer(self) -> Any:
+        return SEEING
+
+
+class Site(BaseHTTPRequestHandler):
+    """A form for two numbers, and their sum."""
+
+    def do_GET(self) -> None:
+        numbers = parse_qs(urlsplit(self.path).query)
+        body = f"<p>the sum is {sum(int(n) for (n,) in numbers.values())}</p>" if numbers else FORM
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(f"<title>adder</title>{body}".encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+FORM = "<form action=/sum>a <input name=a> b <input name=b> <button>add</button></form>"
+
+
+def browses(messages: list[Any]) -> str:
+    """Fill in the fields that the page shows, press its button, and end where the sum is. The third answer is for the
+    judge that browser-use asks at the end."""
+    seen = "\n".join(map(text_of, messages))
+    if "<final_result>" in seen:
+        return json.dumps({"reasoning": "so", "verdict": True, "failure_reason": "", "impossible_task": False})
+    actions: list[Any] = [{"done": {"text": "done", "success": True}}]
+    if "the sum is 42" not in seen:
+        a, b, add = map(int, re.findall(r"\[(\d+)\]<(?:input|button)", text_of(messages[-1]))[-3:])
+        typed = [{"input": {"index": index, "text": text}} for index, text in ((a, "19"), (b, "23"))]
+        actions = [*typed, {"click": {"index": add}}]
+    words = dict.fromkeys(("thinking", "evaluation_previous_goal", "memory", "next_goal"), "so")
+    return json.dumps({**words, "action": actions})
+
+
+def test_browser_use_as_it_comes_sees_a_page_and_acts_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The page is on this machine. Its pictures reach the model, and its penalty keeps the tokens from RL."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ANONYMIZED_TELEMETRY", "false")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    site = ThreadingHTTPServer(("127.0.0.1", 0), Site)
+    threading.Thread(target=site.serve_forever, daemon=True).start()
+    monkeypatch.setenv("PAGE", f"http://127.0.0.1:{site.server_port}/")
+    agent = Program([str(python_of("browser-use")), str(SCRIPT), "browser-use"])
+    tape = asyncio.run(rollout(agent, Adds, "add", engine=Seeing(browses), sampling=Sampling(max_tokens=2000)))
+    site.shutdown()
+    site.server_close()
+    assert (tape.status, tape.reward) == (Status.FINISHED, 1.0), tape.cause
+    assert [len(tape.call_places(call.call)) for call in tape.calls] == [1, 1, 2]
+    assert "the sum is 42" in "\n".join(map(text_of, tape.call_messages(tape.calls[1])))
+    assert {(call.sampling.temperature, call.sampling.exact) for call in tape.calls} == {(0.2, False)}
+    assert all(call.sampling.extra == {"frequency_penalty": 0.3} for call in tape.calls)
 
 
 def _commands() -> list[str]:

@@ -66,7 +66,7 @@ BROWSER_USE: Any = {
     },
     "temperature": 0.2,
 }
-"""What `ChatOpenAI` of browser-use 0.13.14 sends. It pins another `anthropic` than the contract's clients."""
+"""What `ChatOpenAI` of browser-use 0.13.14 sends. `tests/contract/test_clients.py` runs it."""
 AGENCY_SWARM: Any = {
     "include": [],
     "input": [{"content": "what is 1 + 2?", "role": "user", "type": "message"}],
@@ -89,7 +89,7 @@ AGENCY_SWARM: Any = {
     ],
     "truncation": "auto",
 }
-"""What Agency Swarm 1.11.0 sends. It needs Python 3.12."""
+"""What Agency Swarm 1.11.0 sends. The same file runs it."""
 
 
 def test_what_browser_use_and_agency_swarm_send_by_default_is_answered(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""A run with autocast and `loop.max_lag` 0: rounding neither ends it nor is called a mismatch, and a wrong weight is."""
+"""A run with autocast and `loop.max_lag` 0: rounding neither ends it nor is a mismatch, and a wrong weight is one."""
 
 from __future__ import annotations
 
