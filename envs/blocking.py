@@ -1,7 +1,8 @@
 """Runs blocking code in threads, so that the event loop stays free.
 
-`in_thread` runs one call, and `EnvironmentThread` runs all calls of an environment. Both start their own daemon
-threads. In a thread pool, a call that never returns would occupy a thread and delay the end of the process.
+`in_thread` runs one call, `CallThread` several, and `EnvironmentThread` runs all calls of an environment. They start
+their own daemon threads. In a thread pool, a call that never returns would occupy a thread and delay the end of the
+process.
 """
 
 from __future__ import annotations
@@ -24,12 +25,33 @@ ResultT = TypeVar("ResultT")
 
 async def in_thread(function: Callable[..., ResultT], *args: object) -> ResultT:
     """Run the function in its own thread. If the caller is cancelled, the wait ends, but the thread continues."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[ResultT] = loop.create_future()
-    work = partial(contextvars.copy_context().run, function, *args)
-    name = f"tapereel-tool-{getattr(function, '__name__', '')}"
-    threading.Thread(target=_work, args=("it", work, loop, done), name=name, daemon=True).start()
-    return await done
+    return await CallThread(f"tapereel-tool-{getattr(function, '__name__', '')}").run(function, *args)
+
+
+class CallThread:
+    """A thread that runs sync functions one after the other, without an event loop. It ends with the last reference to
+    this object, or after the call that is then running."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        threading.Thread(target=_serve_calls, args=(self._calls,), name=name, daemon=True).start()
+
+    async def run(self, function: Callable[..., ResultT], *args: object) -> ResultT:
+        """Run the function in the thread, in a copy of the caller's context. If the caller is cancelled, the wait ends,
+        but a call that has begun continues."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[ResultT] = loop.create_future()
+        self._calls.put((partial(contextvars.copy_context().run, function, *args), loop, done))
+        return await done
+
+    def __del__(self) -> None:
+        self._calls.put(None)
+
+
+def _serve_calls(calls: queue.SimpleQueue[tuple[Any, ...] | None]) -> None:
+    while (call := calls.get()) is not None:
+        _work("it", *call)
+        del call  # an idle thread must not keep the result's future in memory
 
 
 class EnvironmentThread:

@@ -47,7 +47,8 @@ class RestoreMismatch(TapereelError, ValueError):
 
 
 def as_observation(value: object, source: str = "the value that reset returns") -> Observation:
-    """Return `value` as it is recorded: a `str` becomes `Text`, and an Observation stays unchanged.
+    """Return `value` as it is recorded: a `str` becomes `Text`. An Observation is copied, because what the agent saw
+    stays as it was if the environment changes its object later.
 
     Raises EnvironmentFault for any other type. The rollout, re-execution, `check_env` and remote hosts all use this
     function after `reset`, so they record and compare the same step.
@@ -55,7 +56,7 @@ def as_observation(value: object, source: str = "the value that reset returns") 
     if isinstance(value, str):
         return Text(text=value)
     if isinstance(value, Observation):
-        return value
+        return value.model_copy(deep=True)
     raise EnvironmentFault(f"{source} must be an Observation or a str, not {type(value).__name__}")
 
 

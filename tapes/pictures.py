@@ -101,6 +101,9 @@ class Picture(Value):
     _data: bytes | None = PrivateAttr(default=None)
     _file: Callable[[str], bytes] | None = PrivateAttr(default=None)
 
+    def __deepcopy__(self, memo: object = None) -> Self:
+        return self  # it never changes, and its file belongs to a store
+
     @classmethod
     def of(cls, source: Source, *, alt: str | None = None) -> Picture:
         """Create a picture from `source`: the bytes of a PNG, JPEG or WebP file, its path, its data URL, a PIL image,

@@ -8,11 +8,15 @@ reads this as a result. Tools that must be opened first (an MCP server, a sandbo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import re
+import sqlite3
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
@@ -38,8 +42,8 @@ from ...tapes.messages import text_of
 from ...tapes.pictures import Visual
 from ...tapes.records import Message
 from ...tapes.steps import PLACES, Prompt, content_parts, place_of
-from ..blocking import in_thread
-from ..environment import Effect, Environment, Outcome
+from ..blocking import CallThread, in_thread
+from ..environment import Effect, Environment, EnvironmentFault, Outcome
 from ..taskset import SHOWN
 
 SECONDS = 30.0
@@ -49,6 +53,10 @@ CHARACTERS = 20_000
 
 _IMAGE_FILE = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|RIFF....WEBP", re.DOTALL)
 """Matches the beginning of the image files that a `Picture` is made from."""
+
+
+_run_sync: ContextVar[Callable[..., Awaitable[Any]]] = ContextVar("_run_sync", default=in_thread)
+"""Runs a sync tool of the call in progress."""
 
 
 class ToolFailed(TapereelError, ValueError):
@@ -75,6 +83,8 @@ class Tool:
     """Time limit for a call, in seconds. If it is exceeded, the agent reads that the call was not answered."""
     limit: int = CHARACTERS
     """Size limit for a result, in characters. A longer result is cut, and a note is added."""
+    parallel: bool = True
+    """Whether a call may run at the same time as other calls in the same action."""
 
     @property
     def schema(self) -> dict[str, JsonValue]:
@@ -120,11 +130,14 @@ def tool(
     effect: Effect = "pure",
     timeout: float = SECONDS,
     limit: int = CHARACTERS,
+    parallel: bool | None = None,
 ) -> Tool:
     """Make a tool from a function or bound method, whose name, docstring and type hints describe the tool.
 
-    Arguments are validated before the function runs. A sync function runs in its own thread, since it may block. If the
-    time limit is exceeded, the thread is abandoned, because Python can't stop it. An entry under `Args:` in the
+    Arguments are validated before the function runs. An async function runs in the event loop, at the same time as
+    other calls of its action. The sync tools of an environment run one after the other, in the order of the calls, in
+    one thread that the environment has for them. With `parallel=True`, each call of a sync tool has a thread of its
+    own. If the time limit is exceeded, the thread is abandoned, because Python can't stop it. An entry under `Args:` in the
     docstring (`name: text`) describes a parameter, as `Annotated[int, Field(description=...)]` does.
     """
     known = name or getattr(function, "__name__", type(function).__name__)
@@ -138,7 +151,8 @@ def tool(
 
     async def call(arguments: dict[str, JsonValue]) -> str | list[str | Visual]:
         values = ArgsKwargs((), arguments)
-        result = await in_thread(adapter.validate_python, values) if blocks else adapter.validate_python(values)
+        run = in_thread if parallel else _run_sync.get()
+        result = await run(adapter.validate_python, values) if blocks else adapter.validate_python(values)
         return await as_parts(await result if inspect.isawaitable(result) else result)
 
     return Tool(
@@ -150,6 +164,7 @@ def tool(
         effect=effect,
         timeout=timeout,
         limit=limit,
+        parallel=not blocks if parallel is None else parallel,
     )
 
 
@@ -285,6 +300,10 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
     `ChatAgent(actions=[ToolCalls], plain=Answer)`. The tools stay the same for the whole episode, and the first step on
     the tape lists them.
 
+    Async methods run in the event loop. A sync `prompt` or `answered` (`def` instead of `async def`) runs in the thread
+    of the sync tools. With `blocking = True`, every method and sync tool runs in the environment's thread, and
+    `Limits.environment_seconds` limits a sync tool.
+
     An episode that ends without any answer, at a limit or because of unreadable calls, is scored as if the answer were
     "". Without a score, it would not be trained on, and a model that calls tools forever would never learn to stop.
     """
@@ -306,7 +325,9 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
         self._given = [
             t if isinstance(t, Tool) else tool(t) for t in tools if isinstance(t, Tool) or not isinstance(t, ToolSource)
         ]
-        self._gate = asyncio.Semaphore(parallel)
+        self._gate, self._turn = asyncio.Semaphore(parallel), asyncio.Lock()
+        self._thread: CallThread | None = None
+        """The thread of the sync tools."""
         self.parallel = parallel
         self.tools: Mapping[str, Tool] = _by_name(self._given)
         """The tools by name. `reset` adds the tools from sources."""
@@ -331,7 +352,7 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
         opened = await asyncio.gather(*(source.open() for source in self._sources))
         self.tools = _by_name([*self._given, *(t for tools in opened for t in tools)])
         self.effect = worst(t.effect for t in self.tools.values())
-        text, tools = await self.prompt(self.task), tuple(t.schema for t in self.tools.values())
+        text, tools = await self._own(self.prompt, self.task), tuple(t.schema for t in self.tools.values())
         sources = tuple(dict(said) for source in self._sources if (said := getattr(source, "described", None)))
         public = self.task.filled(self.task.public)
         messages = public.get("prompt") if isinstance(public, dict) else None
@@ -346,7 +367,7 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
     async def step(self, action: ToolCalls | Answer) -> Outcome:
         if isinstance(action, Answer):
             self._answered = True
-            return await self.answered(action.text)
+            return await self._own(self.answered, action.text)
         results = await asyncio.gather(*(self._result(call) for call in action.calls), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
@@ -354,17 +375,35 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
         return Outcome(ToolResults(results=tuple(r for r in results if isinstance(r, ToolResult))))
 
     async def finish(self, status: Status) -> Outcome | None:
-        return None if self._answered else await self.answered("")
+        return None if self._answered else await self._own(self.answered, "")
 
     async def close(self) -> None:
+        self._thread = None
         await asyncio.gather(*(source.close() for source in self._sources))
+
+    async def _own(self, function: Callable[..., Any], *args: object, **named: object) -> Any:
+        """Return what the user's function returns. A sync function runs in the thread of the sync tools."""
+        call = partial(function, *args, **named)
+        found = call() if inspect.iscoroutinefunction(function) else await self._in_own_thread(call)
+        return await found if inspect.isawaitable(found) else found
+
+    async def _in_own_thread(self, function: Callable[..., Any], *args: object) -> Any:
+        if self.blocking:  # this already is the thread of the environment
+            return function(*args)
+        thread = self._thread = self._thread or CallThread(f"tapereel-tools-{type(self).__qualname__}")
+        try:
+            return await thread.run(function, *args)
+        except asyncio.CancelledError:
+            self._thread = None  # the call may never end, so the next one gets another thread
+            raise
 
     async def _result(self, call: ToolCall) -> ToolResult:
         found = self.tools.get(call.name)
         if found is None:
             problem = f"There is no tool {call.name!r}. There are: {', '.join(self.tools) or 'none'}."
             return ToolResult(id=call.id, name=call.name, content=cut(problem, CHARACTERS), error=True)
-        async with self._gate:
+        async with contextlib.nullcontext() if found.parallel else self._turn, self._gate:
+            _run_sync.set(self._in_own_thread)  # each call of an action is a task with a context of its own
             content, error = await _ask(found, call.arguments)
         parts = [content] if isinstance(content, str) else content
         text = cut("\n".join(part for part in parts if isinstance(part, str)), found.limit)
@@ -388,6 +427,12 @@ async def _ask(tool: Tool, arguments: dict[str, JsonValue]) -> tuple[str | Seque
     except Exception as error:  # the agent reads it as the result
         if isinstance(error, TimeoutError) and timer.expired():
             return f"{tool.name} gave no answer in {tool.timeout:g} s.", True
+        if isinstance(error, sqlite3.ProgrammingError) and "thread" in str(error):
+            raise EnvironmentFault(
+                f"tool {tool.name} uses a sqlite connection of another thread: sync tools run in a thread of their own. "
+                "Set `blocking = True` in the environment's class and connect in `reset` or `prompt`, or pass "
+                "`check_same_thread=False` to `sqlite3.connect`, since sync tools run one after the other"
+            ) from error
         return f"{type(error).__name__}: {error}", True
 
 

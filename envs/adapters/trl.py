@@ -115,12 +115,12 @@ class TRLEnvironment(ToolEnvironment):
     async def reset(self, task: object) -> Prompt:
         self.task = Task.of(task)
         row = row_of(self.task)
-        self._instance, addition = self._made(row), None
+        self._instance, addition = await self._made(row), None
         if self._instance is not None:
             members = inspect.getmembers(type(self._instance), predicate=inspect.isfunction)
             names = [name for name, _ in members if not name.startswith("_") and name not in _NOT_TOOLS]
             self.tools = {name: tool(getattr(self._instance, name), effect=self.effect) for name in names}
-            addition = await _called(self._instance.reset, **row)
+            addition = await self._own(self._instance.reset, **row)
         messages, pictures = await with_pictures(_messages(row.get("prompt")), self.task.filled(self.task.public))
         if addition is not None:
             messages[-1], more = await _extended(messages[-1], addition, self._instance)
@@ -132,16 +132,18 @@ class TRLEnvironment(ToolEnvironment):
     async def finish(self, status: Status) -> Outcome | None:
         reward: dict[str, float] = {}
         if hasattr(self._instance, "get_reward"):
-            score = await _called(self._instance.get_reward)
+            score = await self._own(self._instance.get_reward)
             if score is not None:
                 reward[type(self._instance).__name__] = float(score)
         return Outcome(reward=reward or None)
 
     async def close(self) -> None:
-        await super().close()
         close = getattr(self._instance, "close", None)
-        if callable(close) and "close" not in self.tools:
-            await _called(close)
+        try:
+            if callable(close) and "close" not in self.tools:
+                await self._own(close)
+        finally:
+            await super().close()
 
     def _source(self, function: TRLReward) -> RewardSource[Tape]:
         async def score(tape: Tape) -> Scored | None:
@@ -149,14 +151,14 @@ class TRLEnvironment(ToolEnvironment):
 
         return RewardSource(score=score, name=_name(function), pure="environments" not in _parameters(function))
 
-    def _made(self, row: dict[str, Any]) -> Any:
+    async def _made(self, row: dict[str, Any]) -> Any:
         factory = self._factory
         if isinstance(factory, Mapping):
             name = row.pop("environment", None)
             if name not in factory:
                 raise BadArgument(f"the row names the environment {name!r}; there are {', '.join(map(repr, factory))}")
             factory = factory[name]
-        made = factory() if factory is not None else None
+        made = await self._own(factory) if factory is not None else None
         if made is not None and not callable(getattr(made, "reset", None)):
             raise BadArgument(f"{type(made).__qualname__} has no method `reset`; a TRL environment class must have one")
         return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sqlite3
 from collections.abc import Callable
 from typing import Any
 
@@ -334,3 +335,30 @@ def test_rows_become_tasks() -> None:
     tasks = Taskset([ROW, {**ROW, "word": "bob"}], row=trl_row)
     assert [task.private for task in tasks] == [{"word": "ada"}, {"word": "bob"}]
     assert tasks[0].public == {"prompt": ROW["prompt"]}
+
+
+class Rows:
+    def __init__(self) -> None:
+        self.db = sqlite3.connect(":memory:")
+
+    def reset(self, **kwargs: Any) -> None:
+        self.db.execute("create table t (x)")
+
+    def add(self) -> str:
+        """Add a row."""
+        self.db.execute("insert into t values (1)")
+        return "added"
+
+    def get_reward(self) -> float:
+        return self.db.execute("select count(*) from t").fetchone()[0]
+
+    def close(self) -> None:
+        self.db.close()
+
+
+def test_an_environment_class_is_made_reset_called_and_closed_in_one_thread():
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    row = {"prompt": "Add two rows."}
+    agent = ChatAgent(actions=[ToolCalls], plain=Answer)
+    tape = asyncio.run(rollout(agent, TRLEnvironment(Rows), trl_row(row), engine=ScriptedEngine([call + call, "done"])))
+    assert (tape.status, tape.reward, tape.cause) == (Status.FINISHED, 2.0, None)

@@ -28,9 +28,22 @@ from tapereel.agents import (
 )
 from tapereel.agents.engines.team_engine import TeamEngine
 from tapereel.agents.episode.seeds import derive_seed
+from tapereel.agents.replay.replayer import replay
 from tapereel.envs import Environment, Outcome
 from tapereel.envs.environment import NotAnEnvironment
-from tapereel.tapes import Answer, CauseType, Reasoning, Sampling, Status, StoreFailed, Tape, Task, Text
+from tapereel.tapes import (
+    Answer,
+    CauseType,
+    Observation,
+    Reasoning,
+    Sampling,
+    Status,
+    Step,
+    StoreFailed,
+    Tape,
+    Task,
+    Text,
+)
 from tapereel.tapes.errors import BadArgument
 from tapereel.tapes.journal import Durability
 
@@ -686,3 +699,37 @@ def test_an_episode_is_freed_without_a_garbage_collection():
         assert asyncio.run(main()) == 0
     finally:
         gc.enable()
+
+
+class Board(Observation):
+    cells: list[int]
+
+
+class Reusing(Environment):
+    """Changes and returns one observation object in every step."""
+
+    async def reset(self, task: object) -> Board:
+        self.board = Board(cells=[0, 0])
+        return self.board
+
+    async def step(self, action: Answer) -> Outcome:
+        self.board.cells[sum(self.board.cells)] = 1
+        return Outcome(self.board, terminated=all(self.board.cells))
+
+
+class Reading(Agent):
+    name = "reading"
+
+    def __init__(self) -> None:
+        self.seen: list[list[list[int]]] = []
+
+    async def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
+        self.seen.append([list(one.cells) for one in tape.observations if isinstance(one, Board)])
+        yield Answer(text="go")
+
+
+def test_what_an_agent_saw_stays_if_the_environment_changes_its_object_later():
+    agent = Reading()
+    tape = asyncio.run(rollout(agent, Reusing(), 1))
+    assert agent.seen == [[[0, 0]], [[0, 0], [1, 0]]]
+    assert asyncio.run(replay(tape, Reading())).outcome == "verified"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sqlite3
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -167,6 +169,113 @@ def test_the_tools_come_from_the_tape_so_a_replay_needs_no_environment():
     assert asyncio.run(reexec(tape, Sums)).outcome == "verified"
 
 
+class Till(ToolEnvironment):
+    def __init__(self) -> None:
+        super().__init__([self.buy, self.pause])
+        self.money = 10
+
+    def buy(self, price: int) -> str:
+        if self.money < price:
+            return "too poor"
+        time.sleep(0.01)
+        self.money -= price
+        return "bought"
+
+    def pause(self) -> str:
+        time.sleep(0.05)
+        return threading.current_thread().name
+
+
+def test_sync_tools_of_one_action_run_one_after_the_other_in_their_order():
+    buy = ("buy", {"price": 8})
+    tape = play(Till(), called(("pause", {}), buy, buy, ("pause", {})), "5")
+    found = [content for _, content, _ in results(tape)]
+    assert found[1:3] == ["bought", "too poor"]
+    assert found[0] == found[3] != threading.current_thread().name
+
+
+def test_time_that_a_sync_tool_waits_for_another_is_not_its_own():
+    def slow() -> str:
+        time.sleep(0.2)
+        return "done"
+
+    tape = play(Sums(tool(slow, timeout=0.35)), called(*[("slow", {})] * 3), "5")
+    assert [content for _, content, _ in results(tape)] == ["done"] * 3
+
+
+class Rows(ToolEnvironment):
+    """Keeps its rows in a sqlite connection, which belongs to the thread that made it."""
+
+    def __init__(self, *tools: Any) -> None:
+        super().__init__([self.query, *tools])
+
+    def connected(self) -> str:
+        self.db = sqlite3.connect(":memory:")
+        self.db.execute("create table t (x)")
+        return "Add a row."
+
+    def query(self, sql: str) -> str:
+        return str(self.db.execute(sql).fetchall())
+
+    def rows(self) -> Outcome:
+        return Outcome(reward=self.db.execute("select count(*) from t").fetchone()[0], terminated=True)
+
+
+class SyncRows(Rows):
+    def prompt(self, task: Task) -> str:  # type: ignore[override]
+        return self.connected()
+
+    def answered(self, text: str) -> Outcome:  # type: ignore[override]
+        return self.rows()
+
+
+class BlockingRows(Rows):
+    blocking = True
+
+    async def reset(self, task: object) -> ToolOffer:
+        self.connected()
+        return await super().reset(task)
+
+    async def answered(self, text: str) -> Outcome:
+        return self.rows()
+
+    async def close(self) -> None:
+        self.db.close()
+
+
+class AsyncRows(Rows):
+    async def prompt(self, task: Task) -> str:
+        return self.connected()
+
+
+INSERT = called(*[("query", {"sql": "insert into t values (1)"})] * 2)
+
+
+@pytest.mark.parametrize("env", [SyncRows, BlockingRows])
+def test_sync_methods_and_sync_tools_share_a_thread(env: type[Rows]):
+    tape = play(env(), INSERT, INSERT, "5")
+    assert (tape.status, tape.reward, tape.cause) == (Status.FINISHED, 4.0, None)
+    assert asyncio.run(reexec(tape, env)).outcome == "verified"
+
+
+def test_a_connection_of_the_event_loops_thread_is_an_error_of_the_environment_with_its_remedy():
+    tape = play(AsyncRows(), INSERT, "5")
+    assert tape.cause is not None
+    assert (tape.status, tape.cause.type) == (Status.ERROR, CauseType.ENVIRONMENT)
+    assert "blocking = True" in tape.cause.message
+
+
+def test_a_sync_tool_that_hangs_does_not_occupy_the_thread_of_later_ones():
+    hung = threading.Event()
+    try:
+        tape = play(
+            Sums(tool(lambda: hung.wait(), name="hang", timeout=0.05)), called(("hang", {}), ("add", {"a": 4})), "5"
+        )
+        assert [error for _, _, error in results(tape)] == [True, False]
+    finally:
+        hung.set()
+
+
 def test_calls_of_one_turn_run_at_once_and_answer_in_their_order():
     inside = threading.Barrier(2, timeout=60)
     first = asyncio.Event()
@@ -184,7 +293,7 @@ def test_calls_of_one_turn_run_at_once_and_answer_in_their_order():
         return "early"
 
     tape = play(
-        Sums(meet, late, early),
+        Sums(tool(meet, parallel=True), late, early),
         called(("meet", {"name": "x"}), ("late", {}), ("early", {}), ("meet", {"name": "y"})),
         "5",
     )
