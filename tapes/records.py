@@ -414,7 +414,10 @@ class Call(Record):
     """Why this call starts a new training row instead of extending an earlier call. It is None if the call extends its
     base, or if its agent has made no calls before."""
     cut: int = Field(default=0, exclude_if=operator.not_)
-    """Number of the conversation's tokens that `limits.keep_prompt` removed from the prompt."""
+    """Number of tokens by which `limits.keep_prompt` shortened the prompt."""
+    cut_messages: int = Field(default=0, exclude_if=operator.not_)
+    """Number of the conversation's messages that `limits.keep_prompt` left out of the prompt and of `messages`. If it
+    is 0 and `cut` isn't, an older version removed tokens and recorded the messages whole."""
     engine: str = ""
     """Name of the engine."""
     at: float

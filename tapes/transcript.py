@@ -115,6 +115,9 @@ class CallLine(Value):
     spans: tuple[tuple[str, int, int], ...]
     split: str | None
     """Why the call starts a new training row (see `Call.split`)."""
+    cut: int
+    cut_messages: int
+    """Number of tokens and of messages that `limits.keep_prompt` left out of the prompt."""
     seconds: float
     retries: int
 
@@ -197,6 +200,8 @@ def call_line(call: Call) -> CallLine:
         mean_logprob=sum(known) / len(known) if known else None,
         spans=call.spans,
         split=call.split,
+        cut=call.cut,
+        cut_messages=call.cut_messages,
         seconds=sum(a.seconds for a in call.attempts),
         retries=max(0, len(call.attempts) - 1),
     )

@@ -200,6 +200,7 @@ class Conversations:
             spans=completion.spans,
             split=rendered.split,
             cut=rendered.cut,
+            cut_messages=rendered.cut_messages,
             usage=usage,
             at=time.time(),
             **shared,
@@ -265,7 +266,6 @@ class Conversations:
                         tools=prefix.call_tools(call),
                         ids=prefix.call_prompt(call) + call.completion,
                         completion=call.completion,
-                        cut=call.cut,
                         places=prefix.call_places(call),
                     )
                 )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError
 
-from ...tapes import CauseType
+from ...tapes import CauseType, Message
 from ...tapes.errors import USE_ITS_VERSION, UsageError
 from ...tapes.value import Value
 
@@ -28,8 +29,11 @@ class Limits(Value):
     """Maximum tokens in one call's prompt. A longer prompt is cut if `keep_prompt` is set. Otherwise it ends the
     episode at the context limit."""
     keep_prompt: Literal["start", "end"] | None = None
-    """Which part of the prompt is kept if it is too long. The prompt is cut to at most `prompt_tokens` tokens, and
-    further if the context must have space for an answer of `max_tokens`. If this is None, no prompt is cut."""
+    """Which messages are kept if the prompt is too long: after the system prompt and the first observation, the oldest
+    (`start`) or the newest (`end`). Whole messages are left out, each answer with the observation that followed, until
+    the prompt has at most `prompt_tokens` tokens and leaves space in the context for an answer of `max_tokens`. The
+    system prompt and the newest observation are always kept. If they alone are too long, the episode ends at the
+    context limit. If this is None, no prompt is cut."""
     agent_seconds: float | None = Field(default=600.0, gt=0)
     """Maximum seconds for the agent's own code, its tools, and its model calls while the model computes. An episode
     that reaches this limit is scored and trained on, like one that reaches the limit of turns."""
@@ -126,3 +130,17 @@ class TokenBudget:
             self._waiting.popleft()
             if not turn.done():  # a done future was cancelled, so its call no longer waits
                 turn.set_result(self.hold(max(min(wanted, left), 0)))
+
+
+def shorter_prompts(messages: Sequence[Message], keep: Literal["start", "end"]) -> Iterator[list[Message]]:
+    """Yield the conversation with more and more messages left out, as `Limits.keep_prompt` describes."""
+    said = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+    system = next((k for k, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages))
+    if not said or said[0] < system:
+        return
+    first, last = said[0], said[-1]
+    for k in said[1:] if keep == "end" else said[-2::-1]:
+        yield [*messages[:first], *messages[k:]] if keep == "end" else [*messages[:k], *messages[last:]]
+    newest = messages[last + 1 :]
+    if newest and newest[0]["role"] != "tool":  # a tool's result isn't read without its call
+        yield [*messages[:system], *newest]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -48,7 +49,7 @@ from ..rendering.tool_calls import HermesReader, ToolLike, read_tool_calls, tool
 from . import fire
 from .clock import Clock
 from .conversations import AUTHORED, Conversations, PendingCall
-from .limits import LimitReached, Limits, TokenBudget
+from .limits import LimitReached, Limits, TokenBudget, shorter_prompts
 from .recorder import Recorder
 from .reply import Attribution, Reply
 from .seeds import derive_seed, seed_stream
@@ -434,10 +435,7 @@ class _Exchange:
                 "with text only: remove them"
             )
         if most is not None and rendered is not None and len(rendered.ids) > most:
-            if keep is None or most < 1:
-                sizes = f"the prompt has {len(rendered.ids)} tokens, and limits and context leave {max(most, 0)} for it"
-                raise self._llm._latch(CauseType.CONTEXT, sizes)
-            rendered = rendered.cut_to(most, keep)
+            rendered = self._shortened(rendered, most, keep)
         if context is not None and rendered is not None:
             room = context - len(rendered.ids)
             if room < 1:
@@ -445,6 +443,24 @@ class _Exchange:
                 raise self._llm._latch(CauseType.CONTEXT, sizes)
             wanted = min(wanted, room)
         return rendered, base if wanted == base.max_tokens else base.model_copy(update={"max_tokens": wanted})
+
+    def _shortened(self, whole: Rendered, most: int, keep: Literal["start", "end"] | None) -> Rendered:
+        """Return the prompt with as few messages left out as `most` tokens need. Raises LimitReached."""
+        prompts = list(shorter_prompts(self._messages, keep)) if keep is not None else []
+        fits = partial(self._rendered_within, most)
+        at = bisect_left(prompts, True, key=lambda messages: fits(messages) is not None)
+        found = fits(prompts[at]) if at < len(prompts) else None
+        if found is None:
+            least = " without the messages that keep_prompt may leave out" if prompts else ""
+            sizes = f"the prompt has {len(whole.ids)} tokens, and limits and context leave {max(most, 0)} for it{least}"
+            raise self._llm._latch(CauseType.CONTEXT, sizes)
+        left_out = len(self._messages) - len(prompts[at])
+        self._messages = prompts[at]
+        return replace(found, cut=len(whole.ids) - len(found.ids), cut_messages=left_out)
+
+    def _rendered_within(self, most: int, messages: Sequence[Message]) -> Rendered | None:
+        found = self._llm._render(self._path, self._conversation, messages, self._schemas)
+        return found if found is not None and len(found.ids) <= most else None
 
     # sample and record
 

@@ -86,8 +86,6 @@ class Track:
     """`messages` with marks wherever they have the text of a control token."""
     marked_tools: Any
     """`tools` with marks wherever they have the text of a control token."""
-    cut: int
-    """Number of tokens that were cut from the conversation to shorten the prompt. `ids` doesn't contain them."""
     places: tuple[Place, ...] = ()
     """Where pictures are in `ids`, in order."""
 
@@ -117,22 +115,12 @@ class Rendered:
     marked: tuple[Message, ...]
     """The prompt's messages, with marks as in `Track.marked`."""
     marked_tools: Any
-    cut: int
-    """Number of tokens that were cut from the conversation to shorten the prompt. `ids` doesn't contain them."""
+    cut: int = 0
+    """Number of tokens by which the prompt is shorter than the conversation's, because messages were left out."""
+    cut_messages: int = 0
+    """Number of messages that were left out. `messages` doesn't contain them."""
     places: tuple[Place, ...] = ()
     """Where pictures are in `ids`, in order."""
-
-    def cut_to(self, tokens: int, keep: Literal["start", "end"]) -> Rendered:
-        """Cut the prompt to its first or last `tokens` tokens. A picture that would be cut in two is dropped."""
-        start, end = (0, tokens) if keep == "start" else (max(len(self.ids) - tokens, 0), len(self.ids))
-        start = next((place.end for place in self.places if place.offset < start < place.end), start)
-        end = next((place.offset for place in self.places if place.offset < end < place.end), end)
-        ids = self.ids[start:end]
-        places = tuple(place.moved(-start) for place in self.places if start <= place.offset and place.end <= end)
-        kept = _shared_ids(self.base, ids, places)
-        split = None if self.base is None or kept == len(self.base.ids) else "the prompt was cut"
-        cut = self.cut + len(self.ids) - len(ids)
-        return replace(self, ids=ids, places=places, keep=kept, new=ids[kept:], split=self.split or split, cut=cut)
 
 
 class Renderer:
@@ -275,7 +263,6 @@ class Renderer:
             text=text,
             marked=marked,
             marked_tools=marked_tools,
-            cut=base.cut if base is not None and tail is not None else 0,
             places=places,
         )
 
@@ -291,7 +278,6 @@ class Renderer:
             text=rendered.text,
             marked=(*rendered.marked, self._mark_one(reply, len(rendered.messages))),
             marked_tools=rendered.marked_tools,
-            cut=rendered.cut,
             places=rendered.places,
         )
 
@@ -303,7 +289,6 @@ class Renderer:
         tools: Sequence[dict[str, JsonValue]] | None,
         ids: array[int],
         completion: array[int],
-        cut: int = 0,
         places: tuple[Place, ...] = (),
     ) -> Track:
         """Return a recorded call's track. `messages` must include the reply, and `ids` must include the completion."""
@@ -320,7 +305,6 @@ class Renderer:
             marked=marked,
             marked_tools=marked_tools,
             text=self._template.render(marked[:-1], marked_tools),
-            cut=cut,
             places=places,
         )
 

@@ -174,6 +174,8 @@ def _unable(tape: Tape, turn: int | None) -> str | None:
             f"no imported module defines the step kind {unknown.original!r}, so the agent can't be shown the "
             "recorded step: import its environment's module (on the command line: `--import MODULE`)"
         )
+    if any(call.cut and not call.cut_messages for call in tape.calls):
+        return "an older version cut its prompts in the middle of a message, and this one leaves out whole messages"
     begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
     turns = len(tape.log.cuts)
     if turn is not None and not begun <= turn < turns:

@@ -85,7 +85,8 @@ def call_section(tape: str, calls: Sequence[CallLine]) -> Section:
             f"{c.temperature:g}",
             number(c.mean_logprob),
             ", ".join(f"{version} [{start}, {end})" for version, start, end in c.spans)
-            + (f"; new row ({c.split})" if c.split else ""),
+            + (f"; new row ({c.split})" if c.split else "")
+            + (f"; cut ({c.cut_messages} messages, {c.cut} tokens)" if c.cut or c.cut_messages else ""),
         )
         for c in calls
     ]

@@ -137,8 +137,8 @@ def tool(
     Arguments are validated before the function runs. An async function runs in the event loop, at the same time as
     other calls of its action. The sync tools of an environment run one after the other, in the order of the calls, in
     one thread that the environment has for them. With `parallel=True`, each call of a sync tool has a thread of its
-    own. If the time limit is exceeded, the thread is abandoned, because Python can't stop it. An entry under `Args:` in the
-    docstring (`name: text`) describes a parameter, as `Annotated[int, Field(description=...)]` does.
+    own. If the time limit is exceeded, the thread is abandoned, because Python can't stop it. An entry under `Args:` in
+    the docstring (`name: text`) describes a parameter, as `Annotated[int, Field(description=...)]` does.
     """
     known = name or getattr(function, "__name__", type(function).__name__)
     text = description if description is not None else inspect.getdoc(function) or ""
@@ -429,8 +429,8 @@ async def _ask(tool: Tool, arguments: dict[str, JsonValue]) -> tuple[str | Seque
             return f"{tool.name} gave no answer in {tool.timeout:g} s.", True
         if isinstance(error, sqlite3.ProgrammingError) and "thread" in str(error):
             raise EnvironmentFault(
-                f"tool {tool.name} uses a sqlite connection of another thread: sync tools run in a thread of their own. "
-                "Set `blocking = True` in the environment's class and connect in `reset` or `prompt`, or pass "
+                f"tool {tool.name} uses a sqlite connection of another thread: sync tools run in a thread of their "
+                "own. Set `blocking = True` in the environment's class and connect in `reset` or `prompt`, or pass "
                 "`check_same_thread=False` to `sqlite3.connect`, since sync tools run one after the other"
             ) from error
         return f"{type(error).__name__}: {error}", True

@@ -76,6 +76,15 @@ def _tapes(climb: Climb, closed: Sequence[Summary]) -> Iterator[Sign]:
             f"write calls in a format that is read ({DOCS / 'how-to' / 'tools.md'}), and does your agent act on "
             "reply.tool_calls?",
         )
+    shortened = [call for tape in newest for call in tape.calls if call.cut or call.cut_messages]
+    if shortened:
+        messages, tokens = sum(call.cut_messages for call in shortened), sum(call.cut for call in shortened)
+        yield Sign(
+            2,
+            f"The limit on the prompt's length (keep_prompt) left out {messages:,} messages ({tokens:,} tokens) in "
+            f"{len(shortened):,} of the newest {sum(len(tape.calls) for tape in newest):,} prompts.",
+            0.0,
+        )
     misread = Counter(step.problem for tape in newest for step in tape if isinstance(step, ParseError))
     asked = sum(len(tape.calls) for tape in newest)
     if asked and misread.total() >= FEW and misread.total() > MOST * asked:

@@ -244,25 +244,6 @@ def answered(renderer: Renderer, rendered: Any, text: str) -> Track:
     return renderer.track(rendered, call="c", reply={"role": "assistant", "content": text}, completion=ids)
 
 
-def test_a_cut_takes_a_picture_whole_or_leaves_it(family: tuple[Renderer, Any]) -> None:
-    renderer, _ = family
-    whole = renderer.prompt([say("user", "ab", image("a"), "c", image("b", 90), "d")])
-    for n in range(1, len(whole.ids) + 3):
-        for keep in ("start", "end"):
-            cut = whole.cut_to(n, keep)
-            start = whole.ids.tolist().index(cut.ids[0]) if keep == "start" else len(whole.ids) - len(cut.ids)
-            assert cut.ids == whole.ids[start : start + len(cut.ids)]
-            assert [place.moved(start) for place in cut.places] == [
-                place for place in whole.places if start <= place.offset and place.end <= start + len(cut.ids)
-            ]
-            inside = {k for place in whole.places for k in range(place.offset + 1, place.end)}
-            edge = start if keep == "end" else len(cut.ids)
-            assert edge not in inside
-            short = min(n, len(whole.ids)) - len(cut.ids)
-            assert 0 <= short < max(place.length for place in whole.places)
-            assert cut.cut == len(whole.ids) - len(cut.ids)
-
-
 def test_a_recorded_call_is_continued_as_it_was(family: tuple[Renderer, Any]) -> None:
     renderer, _ = family
     first = renderer.prompt([say("user", "look", image("a"), "q")])
