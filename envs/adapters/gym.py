@@ -183,7 +183,8 @@ class GymEnvironment(Environment[Action]):
             return self.act(action, self._env)
         if not isinstance(action, GymAction):
             raise CodecNeeded(
-                f"{type(action).__qualname__} is not a GymAction. Pass a codec for it: act=lambda action, env: ..."
+                f"{type(action).__qualname__} is not a GymAction. Let the agent make one, as "
+                "ChatAgent(parse=lambda text: GymAction(value=int(text))), or pass a codec: act=lambda action, env: ..."
             )
         space = self._env.action_space
         value = native(action.value, space)
