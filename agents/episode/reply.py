@@ -106,6 +106,8 @@ class Attribution:
 
 def _is(reply: Reply, step: Step) -> bool:
     """Return whether the step is the whole answer: its text, or its function calls."""
+    if reply.text and str(step) == reply.text:  # the usual case
+        return True
     values = step.model_dump(mode="json")
     if isinstance(step, ToolCalls):
         return bool(step.calls) and _called(step.calls) == _called(reply.tool_calls)

@@ -131,7 +131,7 @@ class Host:
 
     async def _do(self, call: Call) -> Answer:
         if isinstance(call, CloseCall):
-            await self._release()
+            await self.release()
             return Result(id=call.id)
         if isinstance(call, ResetCall | RestoreCall):
             return await self._begin(call)

@@ -151,8 +151,7 @@ async def changes_its_mind(tape: Any, llm: Any) -> Any:
 
 @agent
 async def goes_on(tape: Any, llm: Any) -> Any:
-    while True:
-        yield Said(text=(await llm(tape)).text)
+    yield Said(text=(await llm(tape)).text)
 
 
 @agent
