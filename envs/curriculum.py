@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..tapes import Tape
+from ..tapes.common.stats import TOLERANCE
 from ..tapes.records import Task
 from .taskset import BadTasks, Taskset
 
@@ -53,7 +54,7 @@ def pass_rates(tapes: Iterable[Tape], *, success: float = 1.0) -> dict[str, Rate
     for tape in tapes:
         if tape.trains and tape.reward is not None:
             count = counts.setdefault(tape.begin.task_hash, [0, 0])
-            count[0] += tape.reward >= success
+            count[0] += tape.reward >= success - TOLERANCE
             count[1] += 1
     return {name: Rate(passed, tried) for name, (passed, tried) in counts.items()}
 

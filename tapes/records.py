@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import operator
 from collections.abc import Iterable
 from copy import deepcopy
@@ -501,15 +502,24 @@ class Reward(Record):
         return unscores(self.value, self.weight, self.evidence)
 
 
+def exact_sum(values: list[float]) -> float:
+    """Return the sum of the values, rounded once. Earlier versions recorded values that are too large for that."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return sum(values)
+
+
 def total_reward(rewards: Iterable[Reward]) -> float | None:
     """Return the reward of a tape: the sum of weight * value over its components.
 
-    Return None if all components are metrics (weight 0) or if a component failed. Tapes, indexes, audits and training
+    The sum is exact up to one rounding at the end, so the weights 0.6, 0.3 and 0.1 add up to 1.0. Return None if all
+    components are metrics (weight 0) or if a component failed. Tapes, indexes, audits and training
     all use this rule.
     """
     every = list(rewards)
     counted = [r.weight * r.value for r in every if r.weight != 0]
-    return sum(counted) if counted and not any(r.failed for r in every) else None
+    return exact_sum(counted) if counted and not any(r.failed for r in every) else None
 
 
 class Cause(Value):

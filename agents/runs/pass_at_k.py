@@ -28,7 +28,7 @@ from statistics import NormalDist
 
 from pydantic import Field
 
-from ...tapes.common.stats import interval, mean, variance
+from ...tapes.common.stats import TOLERANCE, interval, mean, variance
 from ...tapes.errors import TapereelError
 from ...tapes.value import Value
 
@@ -242,5 +242,7 @@ def _known(rewards: Rewards) -> dict[str, list[float]]:
 def _passes(known: Mapping[str, Sequence[float]], k: int, success: float) -> dict[str, float]:
     """Return pass@k for each task that has at least k scored attempts."""
     return {
-        task: pass_at_k(len(own), sum(r >= success for r in own), k) for task, own in known.items() if len(own) >= k
+        task: pass_at_k(len(own), sum(r >= success - TOLERANCE for r in own), k)
+        for task, own in known.items()
+        if len(own) >= k
     }

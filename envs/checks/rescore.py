@@ -30,7 +30,7 @@ from ...tapes.audit.verdict import (
 )
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
-from ...tapes.common.stats import mean_of
+from ...tapes.common.stats import mean_of, total
 from ...tapes.errors import UsageError
 from ...tapes.records import Reward, total_reward
 from ...tapes.store.summary import GROUP_LAYER
@@ -142,7 +142,7 @@ def _pairs(then: Scores, now: Scores) -> list[tuple[Reward | None, Reward | None
 def _sum(parts: Scores) -> Reward:
     """Return one record with the sum of all contributions, at the step of the last record."""
     last = list(parts.values())[-1]
-    return last.model_copy(update={"value": sum(_worth(part) or 0.0 for part in parts.values()), "weight": 1.0})
+    return last.model_copy(update={"value": total(_worth(part) or 0.0 for part in parts.values()), "weight": 1.0})
 
 
 def _uncompared(tape: Tape, name: str, layer: str | None) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ...tapes import Tape
-from ...tapes.common.stats import REWARD_LIMIT
+from ...tapes.common.stats import REWARD_LIMIT, total
 from ...tapes.records import Record, Reward, total_reward
 from ...tapes.store.summary import GROUP_LAYER
 from .sources import Rewards, RewardSource
@@ -92,4 +92,4 @@ def _value(tape: Tape, by: str | None) -> float | None:
     if by is None:
         return tape.reward
     found = [r.value for r in tape.rewards if r.name == by]
-    return sum(found) if found else None
+    return total(found) if found else None

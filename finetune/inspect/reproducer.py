@@ -21,14 +21,15 @@ from typing import Any, Literal, cast
 
 from pydantic import Field, JsonValue, computed_field
 
+from ...envs.rewards.relative import counted
 from ...tapes.common.config import check_version
 from ...tapes.common.progress import Progress, silent
 from ...tapes.errors import TapereelError, UsageError
-from ...tapes.records import Use
+from ...tapes.records import Use, total_reward
 from ...tapes.store.ledger import Ledger
 from ...tapes.store.store import Store
 from ...tapes.value import STANDINGS, Standing, Value
-from ..loop.history import TURNS, BrokenHistory, Differs, History, apply_again, computed_on, elsewhere
+from ..loop.history import SUMS, TURNS, BrokenHistory, Differs, History, apply_again, computed_on, elsewhere
 from ..loop.plan import Plan, by_update, taught_by
 from ..loop.staleness import version_name
 from ..trainer.checkpoint import (
@@ -265,6 +266,8 @@ class _Walk:
         # The number of threads is left out: an update is applied with the recorded number, so it can't differ.
         here = {**computed_on(trainer), "threads": on.get("threads")}
         self.other = elsewhere(on, here) or self.other
+        if SUMS not in on and any(map(self._rounded, Plan.of(epochs[0]).tapes)):
+            self.other = f"a version whose {SUMS} are exact"
         if (ranks := on.get("ranks", here["ranks"])) != here["ranks"]:
             run = self.history.store.path
             self.remedy = f". Use as many processes: torchrun --nproc-per-node {ranks} -m tapereel reproduce {run}"
@@ -275,6 +278,11 @@ class _Walk:
                 "is at work, or died there. Resume it"
             )
         self._weights(epochs[0].lineage)
+
+    def _rounded(self, tape: str) -> bool:
+        """Whether the tape's reward differs from the sum that versions without exact sums computed."""
+        rewards = counted(self.history.store.tape(tape))
+        return total_reward(rewards) not in (None, sum(r.weight * r.value for r in rewards if r.weight))
 
     def _weights(self, lineage: str) -> None:
         """Compare the current weights with the published digest and the checkpoint of the same version. Either may be
@@ -348,6 +356,8 @@ class _Walk:
         bits = ("recipe", "reference", "loss", "grad_norm", "weights", "checkpoint", "trainer")
         if TURNS in self.other:  # another formula for advantages trains other tokens too
             bits = (*bits, "items", "filtered", "skipped", "taught")
+        if SUMS in self.other:  # rewards that are equal now may have differed, so other groups were flat
+            bits = (*bits, "items", "filtered", "skipped")
         if self.other and difference.field in bits:
             return self._made(
                 "unverifiable",

@@ -529,6 +529,9 @@ TURNS = "formula for rewards per turn"
 """Condition of an update that reads rewards per turn: the version of their formula. Updates before version 2 have none.
 They counted a turn that isn't scored as 0, and compared rewards before adding them up to returns."""
 
+SUMS = "sums of rewards"
+"""Condition of an update whose rewards were summed exactly. Earlier versions rounded after each component."""
+
 CPU_NAMES = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
 """Fields of `/proc/cpuinfo` that identify the processor. The first three exist on x86_64, and the others on aarch64."""
 
@@ -567,6 +570,7 @@ def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
         "device": device.type,
         "chip": chip,
         "ranks": trainer.ranks.size,
+        SUMS: "exact",
         **({"sequence_parallel": sequence.size} if (sequence := trainer.ranks.sequence) is not None else {}),
         **({TURNS: 2} if trainer.recipe.reward.reads_turns else {}),
         **({"processor": trainer.vision.hash} if trainer.vision is not None else {}),

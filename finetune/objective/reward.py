@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ...tapes.common.stats import total
 from ..data.stream import Stream
 from .term import Context, Term
 
@@ -62,7 +63,7 @@ class Reward(Term):
             for name in components:
                 context.sums.put(f"reward/missing/{name}", name in missing)
             # A missing component isn't 0, because the group would then compare a partial sum with complete sums.
-            out.append(float("nan") if missing else sum(w * parts[name] for name, w in components.items()))
+            out.append(float("nan") if missing else total(w * parts[name] for name, w in components.items()))
         x = torch.tensor(out, dtype=torch.float64)
         return torch.where(stream.episodes.reward.isnan(), torch.nan, x)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ...tapes.common.stats import TOLERANCE
 from ...tapes.errors import UsageError
 from ...tapes.store.run_directory import Change, Lengthened, Results, RunDir
 from ..loop.loop_config import LoopConfig, OptimiserConfig
@@ -22,7 +23,7 @@ def reached(results: Results, stop_at: float | None) -> bool:
     also in a resumed run."""
     parts = (results.before, *results.evaluations.values(), results.after)
     means = [part["sampled"].mean for part in parts if part]
-    return stop_at is not None and any(mean is not None and mean >= stop_at for mean in means)
+    return stop_at is not None and any(mean is not None and mean >= stop_at - TOLERANCE for mean in means)
 
 
 def lengthening(loop: LoopConfig, warm: int, players: Mapping[str, PlayerConfig]) -> dict[str, Change]:

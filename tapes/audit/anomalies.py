@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from ..arrays import decode
-from ..common.stats import DOWN
+from ..common.stats import DOWN, total
 from ..records import Status, Use
 from ..store.summary import CallFacts, RewardFacts, Summary, TapeFold, column_length
 from ..value import Value
@@ -275,7 +275,7 @@ class Anomalies:
                 self._reward(name, one, tape.actions)
                 sums[one.name] = sums.get(one.name, 0.0) + one.weight * one.value
         if tape.begun.group is not None:
-            whole = sum(one.weight * one.value for one in rewards if one.weight)
+            whole = total(one.weight * one.value for one in rewards if one.weight)
             self._group(self._groups[tape.begun.group], tape.begun.attempt, tape.trainable, sums, whole)
 
     def _reward(self, tape: str, one: RewardFacts, actions: int) -> None:

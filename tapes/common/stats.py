@@ -19,6 +19,9 @@ REWARD_LIMIT = 1e15
 """Largest absolute value of a reward, before and after its weight is applied. Up to this value, a float holds every
 whole number exactly. Training computes squares of rewards, and these squares are finite in float32. A larger value is a
 mistake in the environment."""
+TOLERANCE = 1e-9
+"""A reward reaches a limit, such as 1.0 for success, if it is less than this below it. Products of weights and values
+are rounded."""
 DOWN = 2.0**-64
 """Floats are scaled by this factor before they are added up, so that even a sum of the largest floats is finite. A
 power of two causes no rounding."""

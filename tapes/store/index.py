@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 import os
 import secrets
 import sqlite3
@@ -35,7 +36,7 @@ from .summary import BEGUN, CallFacts, Summary, TapeFold, is_action, read_begin,
 
 log = logger("index")
 
-_FORMAT = b"tapereel index 7\n"
+_FORMAT = b"tapereel index 8\n"
 """Name of the file's format. The file's code covers it, so a file in another format is ignored."""
 _SCHEMA = """
 create table if not exists segments (
@@ -44,7 +45,8 @@ create table if not exists segments (
 create table if not exists tapes (
     id text primary key, segment text, n integer, split text, task_hash text, task text, group_id text,
     attempt integer, agent text, env text, effect text, parent text, begun real, status text, cause text, ended real,
-    reward real, calls integer, actions integer, sampled integer, failed integer);
+    reward real, calls integer, actions integer, sampled integer, failed integer,
+    parts text);
 create table if not exists versions (version text, tape text, primary key (version, tape)) without rowid;
 create table if not exists records (
     tape text, segment text, n integer, t text, offset integer, length integer,
@@ -266,12 +268,12 @@ class Index:
 
     def _stored(self, tape: str) -> TapeFold | None:
         found = self._db.execute("select * from tapes where id = ?", (tape,)).fetchone()
-        return TapeFold(Summary(*found[:-1]), bool(found[-1])) if found else None
+        return TapeFold(Summary(*found[:-2]), bool(found[-2]), json.loads(found[-1])) if found else None
 
     def _flush(self, places: list[tuple[Any, ...]]) -> None:
         self._db.executemany("insert or replace into records values (?,?,?,?,?,?)", places)
         self._db.executemany("insert or ignore into versions values (?,?)", self._versions)
-        marks = ",".join("?" * (len(Summary._fields) + 1))
+        marks = ",".join("?" * (len(Summary._fields) + 2))
         self._db.executemany(f"insert or replace into tapes values ({marks})", map(_row, self._tapes.values()))
         self._tapes.clear()
         self._versions.clear()
@@ -287,7 +289,7 @@ class Index:
     ) -> list[Summary]:
         """Return at most `limit` summaries after skipping the first `offset`, in the order in which the tapes began."""
         return [
-            Summary(*row[:-1])
+            Summary(*row[:-2])
             for row in self._ask(
                 f"select tapes.* from tapes where {where} order by segment, n limit ? offset ?", *values, limit, offset
             )
@@ -383,7 +385,16 @@ def _storable(summary: Summary) -> Summary:
 
 def _row(fold: TapeFold) -> tuple[object, ...]:
     end = (fold.status, fold.cause, fold.ended)
-    return (*fold.begun[:BEGUN], *end, fold.reward, fold.calls, fold.actions, fold.sampled, fold.failed)
+    return (
+        *fold.begun[:BEGUN],
+        *end,
+        fold.reward,
+        fold.calls,
+        fold.actions,
+        fold.sampled,
+        fold.failed,
+        json.dumps(fold.parts),
+    )
 
 
 def read_pins(opened: Mapping[str, object]) -> str:

@@ -19,6 +19,7 @@ from pydantic import SkipValidation
 from pydantic_core import to_json
 
 from ..common.arguments import check_arguments
+from ..common.stats import TOLERANCE
 from ..errors import Corrupt, NoSuchTape, NotATape, StoreFailed, UsageError
 from ..records import IN_TAPE, Begin, Files, Lead, Publish, Record, Status, Use, Void
 from ..schema import AnyRecord, parse_record, read_record
@@ -72,8 +73,8 @@ _CLAUSES = {
     "group": "group_id = ?",
     "version": "exists (select 1 from versions v where v.tape = id and v.version = ?)",
     "agent": "agent = ?",
-    "min_reward": "reward >= ?",
-    "max_reward": "reward <= ?",
+    "min_reward": f"reward >= ? - {TOLERANCE}",
+    "max_reward": f"reward <= ? + {TOLERANCE}",
     "closed": "(status is not null) = ?",
 }
 """The SQL condition of each key of `Where`."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import NotATape
-from ..records import Call, Label, Record, StepRecord, Tokens, Use, Void, unscores
+from ..records import Call, Label, Record, StepRecord, Tokens, Use, Void, exact_sum, unscores
 from ..status import TRAINED_SPLITS, CauseType, Status, trains
 from .segment import read_body
 
@@ -164,14 +164,15 @@ BEGUN = Summary._fields.index("status")
 class TapeFold:
     """The sums over a tape's records so far. Every record after the `begin` must be added, in order."""
 
-    __slots__ = ("actions", "begun", "calls", "cause", "ended", "failed", "reward", "sampled", "status")
+    __slots__ = ("actions", "begun", "calls", "cause", "ended", "failed", "parts", "sampled", "status")
 
-    def __init__(self, begun: Summary, failed: bool = False) -> None:
-        """`begun` is the summary to add to, and `failed` is true if a component of its reward has failed."""
+    def __init__(self, begun: Summary, failed: bool = False, parts: Iterable[float] = ()) -> None:
+        """`begun` is the summary to add to, `failed` is true if a component of its reward has failed, and `parts` has
+        the components that have counted so far."""
         self.begun = begun
         self.status = Status(begun.status) if begun.status is not None else None
         self.cause = CauseType(begun.cause) if begun.cause is not None else None
-        self.ended, self.reward, self.failed = begun.ended, begun.reward, failed
+        self.ended, self.failed, self.parts = begun.ended, failed, [*parts]
         self.calls, self.actions, self.sampled = begun.calls, begun.actions, begun.sampled
 
     def add(self, facts: Facts) -> None:
@@ -192,9 +193,14 @@ class TapeFold:
             return
         # A failure is permanent, because a sum without the failed component is not a reward (`total_reward`).
         if self.failed or failed:
-            self.failed, self.reward = True, None
+            self.failed, self.parts = True, []
         elif weight:
-            self.reward = (self.reward or 0.0) + weight * value
+            self.parts.append(weight * value)
+
+    @property
+    def reward(self) -> float | None:
+        """The reward so far, as `total_reward` defines it."""
+        return exact_sum(self.parts) if self.parts else None
 
     @property
     def trainable(self) -> bool:

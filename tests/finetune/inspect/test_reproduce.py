@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ import pytest
 import torch
 
 from tapereel.agents.engines.embedded.pretrained import load_pretrained, weights_digest
+from tapereel.envs import Outcome
 from tapereel.finetune.inspect.reproducer import Reproduction, retrace
-from tapereel.finetune.loop.history import TURNS
+from tapereel.finetune.loop.history import SUMS, TURNS
 from tapereel.finetune.trainer.checkpoint import Checkpoint, checkpoints, prune, save_checkpoint
+from tapereel.tapes import Answer
 from tapereel.tapes.arrays import decode, encode
 from tapereel.tapes.records import Use
 from tapereel.tapes.store.store import Store
 
-from ..loop.lab import WORDS, history_in, model, run, settings_of, tasks
+from ..loop.lab import WORDS, Letters, history_in, model, run, settings_of, tasks
 from ..loop.rewrite import repin, rewrite
 
 CONFIG = settings_of(updates=5, checkpoint_every=2, keep_checkpoints=None)
@@ -355,6 +358,36 @@ def test_rewards_per_turn_by_the_formula_of_an_earlier_version_are_no_divergence
         copy = shutil.copytree(tmp_path / "run", tmp_path / str(version) / "run")
         rewrite(copy, of_version(version))
         assert reproduced(copy, config=config, files=False).outcome == outcome
+
+
+class Parts(Letters):
+    """The reward of `Letters` in three components, whose plain sum is 0.9999999999999999 of it."""
+
+    async def step(self, action: Answer) -> Outcome:
+        found = await super().step(action)
+        assert isinstance(found.reward, float)
+        return replace(found, reward={name: part * found.reward for name, part in (("a", 0.6), ("b", 0.3), ("c", 0.1))})
+
+
+@pytest.mark.parametrize(
+    ("env", "earlier", "outcome"),
+    [(Parts, True, "unverifiable"), (Parts, False, "diverged"), (Letters, True, "diverged")],
+)
+def test_rewards_that_an_earlier_version_summed_otherwise_are_no_divergence(
+    tmp_path: Path, env: type[Letters], earlier: bool, outcome: str
+) -> None:
+    def change(body: dict[str, Any]) -> dict[str, Any]:
+        if body["t"] == "use":
+            if earlier:
+                body["info"]["on"].pop(SUMS)
+            body["info"]["loss"] = 0.5
+        return body
+
+    config = settings_of(updates=1)
+    run(tmp_path / "run", config, env=env, tasks=tasks(1))
+    assert reproduced(tmp_path / "run", config=config, files=False).outcome == "verified"
+    rewrite(tmp_path / "run", change)
+    assert reproduced(tmp_path / "run", config=config, files=False).outcome == outcome
 
 
 def test_threads_are_those_of_the_update_and_go_back(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
