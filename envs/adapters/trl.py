@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from pydantic import JsonValue
 
@@ -75,7 +75,7 @@ def trl_row(row: Mapping[str, JsonValue]) -> Task:
 def row_of(task: Task) -> dict[str, JsonValue]:
     """Return all columns of the task's original row. Images and the frames of videos are PIL images."""
     parts = (task.filled(task.public), task.filled(task.private))
-    return {key: _back(v) for part in parts if isinstance(part, dict) for key, v in part.items() if v is not None}
+    return {key: _back(v) for part in parts if isinstance(part, dict) for key, v in part.items()}
 
 
 def _back(value: Any) -> Any:
@@ -174,8 +174,10 @@ def trl_reward(function: TRLReward, *, weight: float = 1.0, pure: bool = True) -
 
 
 async def _score(function: TRLReward, tape: Tape, environments: list[Any] | None) -> Scored | None:
-    row, (prompt, messages) = row_of(tape.begin.task), _conversation(tape)
-    completion: Any = messages[-1]["content"] if isinstance(prompt, str) and messages else list(messages)
+    row, messages = row_of(tape.begin.task), _conversation(tape)
+    prompt, completion = row.get("prompt", tape.task), cast(Any, messages)
+    if isinstance(prompt, str):  # a tool's result is never the model's answer
+        completion = messages[-1]["content"] if messages and messages[-1]["role"] == "assistant" else ""
     logged: dict[str, dict[str, JsonValue]] = {}
     arguments: dict[str, Any] = {
         "prompts": [prompt],
@@ -183,8 +185,13 @@ async def _score(function: TRLReward, tape: Tape, environments: list[Any] | None
         "log_extra": _log(logged, "extra"),
         "log_metric": _log(logged, "metrics"),
     }
-    arguments |= {key: [value] for key, value in row.items() if key not in ("prompt", "completion", "completion_ids")}
     missing = {"trainer_state": _NO_STATE}
+    columns = row.keys() - {"prompt", "completion", "completion_ids"}
+    if taken := sorted(columns & {*arguments, *missing, "environments"}):
+        raise BadArgument(
+            f"the row has the column {taken[0]!r}, but a reward function gets its own `{taken[0]}`: rename the column"
+        )
+    arguments |= {key: [row[key]] for key in columns}
     if environments is not None:
         arguments["environments"] = environments
     else:
@@ -311,17 +318,15 @@ def _as_message(action: Action) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _conversation(tape: Tape) -> tuple[Any, list[Message]]:
-    """Return the row's prompt and the messages after it, from a recorded episode."""
+def _conversation(tape: Tape) -> list[Message]:
+    """Return the messages after the prompt of a recorded episode."""
     messages: list[Message] = []
     for step in list(tape)[1:]:
         if isinstance(step, ToolResults):
             messages.extend(frames_of(heard(step)))
         elif isinstance(step, Action):
             messages.append(_as_message(step))
-    public = tape.task
-    prompt = public.get("prompt") if isinstance(public, dict) else public
-    return prompt, messages
+    return messages
 
 
 def _name(function: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import ChatAgent, Request, ScriptedEngine, rollout
+from tapereel.agents import ChatAgent, Limits, Request, ScriptedEngine, rollout
 from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.agents.rendering.renderer import Renderer
@@ -183,6 +183,51 @@ def test_a_prompt_of_text_gives_completions_of_text() -> None:
 
     tape = play(says("four"), lambda: TRLEnvironment(rewards=[length]), {"prompt": "How?"})
     assert tape.reward == 4.0
+
+
+def test_a_tools_result_is_not_the_answer_to_a_prompt_of_text() -> None:
+    def seen(completions: list[str], **_: Any) -> list[float]:
+        got.extend(completions)
+        return [1.0]
+
+    got: list[str] = []
+    env, agent = lambda: TRLEnvironment(WordGame, rewards=[seen]), ChatAgent(actions=[ToolCalls], plain=Answer)
+    asyncio.run(rollout(agent, env, trl_row({**ROW, "prompt": "Guess."}), engine=says(("a",)), limits=Limits(turns=1)))
+    assert got == [""]
+
+
+@pytest.mark.parametrize("column", ["completions", "prompts", "log_metric", "log_extra", "environments"])
+def test_a_column_never_replaces_what_a_reward_function_gets(column: str) -> None:
+    def right(completions: list[str], word: list[str], **_: Any) -> list[float]:
+        return [float(c == w) for c, w in zip(completions, word, strict=True)]
+
+    tape = play(says("WRONG"), lambda: TRLEnvironment(rewards=[right]), {"prompt": "q", column: "2", "word": "2"})
+    assert tape.reward is None
+    assert column in str(tape.cause)
+
+
+def test_a_column_without_a_value_is_passed_as_none() -> None:
+    def right(completions: list[str], answer: list[str | None], hint: Any = "none", **_: Any) -> list[float]:
+        got.append((answer, hint))
+        return [1.0]
+
+    got: list[Any] = []
+    tape = play(says("4"), lambda: TRLEnvironment(rewards=[right]), {"prompt": "q", "answer": None, "hint": None})
+    assert tape.reward == 1.0, tape.cause
+    assert got == [([None], [None])]
+
+
+def test_a_row_has_the_same_reward_with_and_without_trl_row() -> None:
+    def right(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        got.append((prompts, completions))
+        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+    got: list[Any] = []
+    row, agent = {"prompt": "1+2?", "answer": "3"}, ChatAgent(actions=[ToolCalls], plain=Answer)
+    for task in (row, trl_row(row)):
+        env = lambda: TRLEnvironment(rewards=[right])  # noqa: E731
+        assert asyncio.run(rollout(agent, env, task, engine=says("3"))).reward == 1.0
+    assert got == [(["1+2?"], ["3"])] * 2
 
 
 def test_recorded_tapes_are_scored_by_a_reward_function_later() -> None:
