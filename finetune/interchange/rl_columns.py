@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -190,7 +191,7 @@ def records(
         if tape.status is None:
             raise NotATape(f"tape {tape.id} has not ended, so it has no reward yet: select closed tapes")
         found = rows(tape, agents=agents, renderer=renderer)
-        episode = episode_of(tape)
+        episode = replace(episode_of(tape), reward=tape.reward)
         cut = {call.call for call in tape.calls if call.finish == "length"}
         if counts is not None:
             counts["tapes" if found else "without_own"] += 1
