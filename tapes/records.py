@@ -38,10 +38,6 @@ SCHEMA = "tapereel/1"
 DIGEST_START = hashlib.sha256(SCHEMA.encode()).digest()
 """The initial value d(0) of every digest. After record k, the digest is d(k) = SHA-256(d(k-1) + body of record k)."""
 
-BRANCH = "branch"
-"""The split of continuations. They aren't episodes of the run: scores and lists leave them out unless this split is
-named."""
-
 IN_TAPE = ("begin", "step", "call", "reward", "end")
 """The kinds of records that form a tape. A record of one of these kinds that is written after the tape's `end`, such as
 a later reward, is a layer instead."""

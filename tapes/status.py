@@ -39,6 +39,8 @@ class CauseType(StrEnum):
 
 TRAINED_SPLITS = ("train", "demo", "corpus")
 """Splits whose tapes may be used for training. All other splits are held out."""
+BRANCH = "branch"
+"""The default split of continuations, which are for inspection. They are neither trained on nor episodes of the run."""
 TRAINABLE_LIMITS = frozenset({CauseType.TURNS, CauseType.TOKENS, CauseType.CONTEXT, CauseType.AGENT_SECONDS})
 
 

@@ -418,12 +418,14 @@ class Tape(Sequence[Step]):
     def reward(self) -> float | None:
         """The sum of weight * value over the recorded components.
 
-        It is None if nothing was scored, if a component failed, or if a fault of the environment, model or machine
-        ended the episode. None is not the same as a reward of 0.
+        It is None if nothing was scored, if a component failed, or if the environment, the model or the machine ended
+        the episode (`trains` is False): the sum so far then says nothing about the agent. None is not the same as a
+        reward of 0.
         """
+        log = self._visible("reward")
         if self.closed and not self.trains:
             return None
-        return total_reward(r for k, r in self._visible("reward").rewards if k < self._k)
+        return total_reward(r for k, r in log.rewards if k < self._k)
 
     @property
     def rewards(self) -> list[Reward]:

@@ -219,6 +219,18 @@ def kind_of(step: Step) -> str:
     return step.original if isinstance(step, Unknown) else step.kind
 
 
+def not_imported(tape: Tape) -> str:
+    """Return a sentence that names the tape's steps whose classes aren't imported, and the modules to import. It is
+    empty if there are none."""
+    kinds = sorted({step.original for step in tape if isinstance(step, Unknown)})
+    if not kinds:
+        return ""
+    modules = {one.cls.partition(":")[0]: None for one in (tape.begin.agent, tape.begin.env)}
+    named = [name for name in modules if name and name.partition(".")[0] not in ("tapereel", "__main__")]
+    remedy = f"import {', '.join(named)}" if named else "import the module that defines them"
+    return f"the classes of the steps {', '.join(kinds)} aren't imported, so they are Unknown steps: {remedy} first"
+
+
 def reads(step: Step) -> str:
     """Return `str(step)`. For a step whose class is not imported, apply `Step.__str__` to its content."""
     if isinstance(step, Unknown):

@@ -24,7 +24,8 @@ from ...tapes.common.run_async import run_async
 from ...tapes.common.stats import mean_of
 from ...tapes.errors import TapereelError, UsageError
 from ...tapes.journal import Journal
-from ...tapes.records import BRANCH, Publish, total_reward
+from ...tapes.records import Publish, total_reward
+from ...tapes.status import BRANCH
 from ...tapes.steps import Unknown
 from ...tapes.store.run_directory import recorded_settings
 from ...tapes.store.store import Store

@@ -25,7 +25,8 @@ from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
 from ...tapes.common.stats import fixed, mean
 from ...tapes.errors import UsageError
-from ...tapes.records import BRANCH, CauseType, Status
+from ...tapes.records import CauseType, Status
+from ...tapes.status import BRANCH
 from ...tapes.store.lease import check_free
 from ...tapes.store.run_directory import RunDir, open_run
 from ...tapes.store.store import Store

@@ -16,12 +16,22 @@ from pydantic_core import from_json
 from ...tapes.common.stats import fixed, mean_of, number
 from ...tapes.common.text import counted
 from ...tapes.errors import UsageError
-from ...tapes.status import Status
+from ...tapes.status import BRANCH, Status
 from ...tapes.store.disk import read_file
 from ...tapes.tape import Tape
-from ...tapes.transcript import call_lines, episode_rewards, step_lines, summarise
+from ...tapes.transcript import call_lines, episode_rewards, not_imported, step_lines, summarise
 from ..console import Exit, Section, answer, at_least
-from .tape_output import LINES, LONGEST, RUNNING, call_section, head, numbers, status_text, step_section
+from .tape_output import (
+    LINES,
+    LONGEST,
+    RUNNING,
+    call_section,
+    head,
+    numbers,
+    request_section,
+    status_text,
+    step_section,
+)
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -83,7 +93,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print the first tape of the list, or TAPE; the key n prints the next one, p the previous one, q ends",
     )
-    parser.add_argument("--calls", action="store_true", help="print the model calls of a tape too")
+    parser.add_argument(
+        "--calls", action="store_true", help="print the model calls of a tape too, each with its whole request"
+    )
     parser.add_argument(
         "--full",
         action="store_true",
@@ -160,17 +172,22 @@ def _trained_on(store: Store, checkpoint: Path) -> Collection[str]:
 def _show_tape(args: argparse.Namespace, tape: Tape) -> None:
     summary, steps, calls = summarise(tape), step_lines(tape), call_lines(tape)
     shown: list[Section | str | Text] = [*head(tape, summary, args.full), step_section(steps, args.full)]
+    requests = {call.call: tape.call_messages(call) for call in tape.calls} if args.calls else {}
     if args.calls:
         shown.append(call_section(tape.id, calls))
+        shown += [request_section(name.removeprefix(tape.id), one, args.full) for name, one in requests.items()]
     episode = episode_rewards(tape)
     if episode:
         shown.append("for the episode: " + numbers(episode))
+    if unknown := not_imported(tape):
+        shown.append(unknown)
     data = {
         "tape": summary,
         "task": tape.task,
         "expected": tape.begin.task.expected,
         "steps": steps,
         "calls": calls,
+        "requests": requests,
         "episode_rewards": episode,
     }
     answer(args, data, *shown)
@@ -182,7 +199,8 @@ def _show_list(args: argparse.Namespace, store: Store) -> None:
     matching, cancelled = _matching(args, store)
     listed = [(s, gist_of(store, s.id)) for s in _listed(args, matching)]
     counts = dict(Counter(s.status or RUNNING for s in matching).most_common())
-    scored = [s.reward for s in matching if s.reward is not None and s.trainable]
+    episodes = [s for s in matching if s.split != BRANCH or args.split is not None]
+    scored = [s.reward for s in episodes if s.trainable and s.reward is not None]
     mean = mean_of(scored)
     statuses = ", ".join(f"{n} {status}" for status, n in counts.items()) or "none matches"
     line = f"{counted(len(matching), 'tape')} ({statuses})"

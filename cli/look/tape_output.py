@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...tapes.common.stats import number
 from ...tapes.common.text import counted
+from ...tapes.messages import text_of
 from ...tapes.status import Status
 from ...tapes.tape import Tape
 from ...tapes.transcript import CallLine, StepLine, TapeSummary, plain
@@ -16,6 +17,8 @@ from ..console import Section, styled
 if TYPE_CHECKING:
     from pydantic import JsonValue
     from rich.text import Text
+
+    from ...tapes.records import Message
 
 LONGEST, LINES = 2000, 30
 """Maximum number of characters and of lines that are printed from a part of a step without `--full`."""
@@ -92,6 +95,18 @@ def call_section(tape: str, calls: Sequence[CallLine]) -> Section:
     ]
     headings = "call by engine #prompt #kept #completion finish #T #log-prob versions"
     return Section(tuple(headings.split()), rows, optional=("engine", "T", "by"))
+
+
+def request_section(call: str, messages: Sequence[Message], full: bool) -> Section:
+    """Return the whole request of one model call, message by message, as the model read it."""
+    rows = []
+    for message in messages:
+        more = {name: value for name, value in message.items() if name not in ("role", "content")}
+        text = "\n".join(
+            part for part in (text_of(message), json.dumps(more, ensure_ascii=False) if more else "") if part
+        )
+        rows.append((str(message.get("role", "")), text if full else folded(text)))
+    return Section(("role", "content"), rows, title=f"request {call}")
 
 
 def status_text(status: str | None, cause: str | None) -> Text:

@@ -124,7 +124,10 @@ def train(
 
 @check_arguments
 def open(path: str | Path) -> Run:
-    """Open the run in the directory `path` (`tapereel.open`). Raises UsageError if it holds no run."""
+    """Open the run in the directory `path` (`tapereel.open`). Raises UsageError if it holds no run.
+
+    Import the modules that define your steps first. Otherwise, their steps are read as `UnknownThought`,
+    `UnknownAction` or `UnknownObservation`, with a warning."""
     return Run(path)
 
 

@@ -17,11 +17,13 @@ from ...tapes.audit.auditor import Audit, audit_run
 from ...tapes.audit.verdict import Verdicts
 from ...tapes.common.arguments import check_arguments
 from ...tapes.common.progress import Progress, silent
+from ...tapes.common.text import logger, warn_once
 from ...tapes.errors import UsageError
-from ...tapes.records import BRANCH
+from ...tapes.status import BRANCH
 from ...tapes.store.books import Books, spent
 from ...tapes.store.store import Store, Where
 from ...tapes.store.verifier import Report, verify
+from ...tapes.transcript import not_imported
 from ...tapes.value import Value
 
 if TYPE_CHECKING:
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 
     from ..inspect.reproducer import Reproduction
     from ..run.train_run import TrainSummary
+
+
+log = logger("run")
 
 
 class RunAudit(Value):
@@ -80,11 +85,14 @@ class Run:
         return iter(self.tapes())
 
     def tapes(self, split: str | None = None) -> list[Tape]:
-        """Return the closed tapes, oldest first. If `split` is given (`train`, `eval`, `branch`, ...), only tapes in it
-        are returned. Otherwise, all but the continuations of `branch` are returned."""
+        """Return the closed tapes, oldest first. If `split` is given (`train`, `eval`, ...), only tapes in it are
+        returned. Without it, the continuations in the split `branch` are left out: they aren't episodes of the run."""
         with Store.open(self.path) as store:
             found = store.summaries(split=split, closed=True)
-            return [store.tape(one.id, refresh=False) for one in found if split is not None or one.split != BRANCH]
+            tapes = [store.tape(s.id, refresh=False) for s in found if split is not None or s.split != BRANCH]
+        for unknown in {not_imported(tape) for tape in tapes} - {""}:
+            warn_once(log, unknown)
+        return tapes
 
     def tape(self, name: str) -> Tape:
         """Return the tape whose id is `name`, or the only tape whose id begins with `name`. Raises NoSuchTape if none

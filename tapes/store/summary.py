@@ -144,7 +144,7 @@ class Summary(NamedTuple):
     cause: str | None = None
     ended: float | None = None
     reward: float | None = None
-    """The reward recorded with the tape, or None if nothing was scored or a component failed."""
+    """The reward recorded with the tape, or None, as in `Tape.reward`."""
     calls: int = 0
     actions: int = 0
     sampled: int = 0
@@ -186,6 +186,7 @@ class TapeFold:
             self.score(facts.value, facts.weight, facts.failed)
         elif isinstance(facts, EndFacts):
             self.status, self.cause, self.ended = facts.status, facts.cause, facts.at
+            self.reward = self.reward if self.trainable else None  # as in `Tape.reward`
 
     def score(self, value: float, weight: float, failed: bool) -> None:
         """Add one component of the reward, unless it is a layer."""

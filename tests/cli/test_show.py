@@ -318,3 +318,13 @@ def test_a_narrow_terminal_cuts_no_number_short(run, monkeypatch: pytest.MonkeyP
     lines = listed.getvalue().splitlines()
     assert all(len(re.sub("\x1b.*?m", "", line)) <= 40 for line in lines)
     assert len([line for line in lines if line.startswith(f" {tapes[0].id[:8]}")]) == len(tapes), "one line per tape"
+
+
+def test_the_requests_of_a_tape_are_printed_whole(run, capsys: pytest.CaptureFixture[str]):
+    path, tapes = run
+    requests = _json(capsys, str(path), tapes[0].id, "--calls")["requests"]
+    assert requests == {call.call: tapes[0].call_messages(call) for call in tapes[0].calls}
+    assert not _json(capsys, str(path), tapes[0].id)["requests"]
+    assert main(["show", str(path), tapes[0].id, "--calls"]) == Exit.HOLDS
+    shown = capsys.readouterr().out
+    assert all(f"request {call.call.removeprefix(tapes[0].id)}" in shown for call in tapes[0].calls)
