@@ -9,7 +9,8 @@ The rules are:
 2. A call and its prompt are counted for the version in use when the call began. Its completion tokens are divided among
    the versions that sampled them. Its seconds and dollars are divided in the same proportion.
 3. Unknown values are counted separately, not in sums: unscored tapes, calls without a cost or a time, rewards that
-   are NaN or infinite. A tape on which a reward source failed is unscored, and its other components count as metrics.
+   are NaN or infinite. A tape on which a reward source failed, or that the environment, the model or the machine
+   ended, is unscored, and its other components count as metrics.
 4. The rewards in a layer (a later scoring) are listed separately and have no share of the total.
 
 The audit doesn't decide whether an anomaly is a fault. A person decides this by looking at the tapes.
@@ -241,9 +242,8 @@ class AuditFold:
         made = Ended(status=end.status, cause=end.cause, trainable=tape.trainable)
         of = self._ends.setdefault((end.status, end.cause), made)
         unscored = tape.reward is None
-        rewards = [
-            one._replace(weight=0.0) if tape.failed and math.isfinite(one.value) else one for one in tape.rewards
-        ]
+        lost = tape.failed or not tape.trainable
+        rewards = [one._replace(weight=0.0) if lost and math.isfinite(one.value) else one for one in tape.rewards]
         self._unscored += unscored
         of.episodes += 1
         of.unscored += unscored

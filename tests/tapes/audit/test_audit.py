@@ -483,7 +483,7 @@ def _same_rewards(audit: Audit, closed: Sequence[Tape]) -> None:
     earned: dict[tuple[str, str | None], list[float]] = defaultdict(list)
     for tape in closed:
         for reward in tape.rewards:
-            if reward.weight:
+            if reward.weight and tape.trains:
                 kind = None if reward.step is None else tape.entries[reward.step].step.kind
                 earned[reward.name, kind].append(reward.weight * reward.value)
     found = {(one.name, one.kind): one for one in audit.earned}
