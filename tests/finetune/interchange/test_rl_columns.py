@@ -28,7 +28,6 @@ from tapereel.finetune import (
 from tapereel.finetune.interchange import NothingToExport
 from tapereel.tapes import NotATape
 from tapereel.tapes.errors import UsageError
-from tapereel.tapes.records import total_reward
 
 from ...front.making import played
 from ..build import gradient
@@ -133,7 +132,7 @@ def test_columns_say_what_was_cut_how_much_was_said_and_in_which_words(run: tr.R
         tape = tapes[line["tape_id"]]
         assert line["overflow"] == any(call.finish == "length" for call in tape.calls)
         assert line["num_labels"] == sum(label != -100 for label in line["labels"])
-        assert line["reward"] == total_reward(tape.rewards), "a row has it even if the tape doesn't train"
+        assert line["reward"] == tape.reward
         assert line["status"] == tape.status.value
         first = next(t for t, label in enumerate(line["labels"]) if label != -100)
         assert line["prompt_text"] == tokenizer.decode(line["input_ids"][:first])
