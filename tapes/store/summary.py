@@ -186,7 +186,6 @@ class TapeFold:
             self.score(facts.value, facts.weight, facts.failed)
         elif isinstance(facts, EndFacts):
             self.status, self.cause, self.ended = facts.status, facts.cause, facts.at
-            self.reward = self.reward if self.trainable else None  # as in `Tape.reward`
 
     def score(self, value: float, weight: float, failed: bool) -> None:
         """Add one component of the reward, unless it is a layer."""
@@ -200,8 +199,9 @@ class TapeFold:
 
     @property
     def reward(self) -> float | None:
-        """The reward so far, as `total_reward` defines it."""
-        return exact_sum(self.parts) if self.parts else None
+        """The reward so far, or None, as in `Tape.reward`."""
+        counts = bool(self.parts) and (self.status is None or self.trainable)
+        return exact_sum(self.parts) if counts else None
 
     @property
     def trainable(self) -> bool:
