@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import os
 import queue
-import signal
 import sys
 import threading
 import time
@@ -109,7 +108,7 @@ class Host:
     async def close(self) -> None:
         """Release the instance, if one was made. An error in its `close` is only logged, since no call waits for it."""
         try:
-            await self._code(self.release(), f"{self._declared.name}.close", self._seconds)
+            await self._code(self._release(), f"{self._declared.name}.close", self._seconds)
         except (asyncio.CancelledError, KeyboardInterrupt):
             raise
         except BaseException as error:
@@ -118,8 +117,7 @@ class Host:
         finally:
             self._code.close()
 
-    async def release(self) -> None:
-        """Close the instance, if one was made. Raises what its `close` raises."""
+    async def _release(self) -> None:
         env, self._env = self._env, None
         try:
             if env is not None:
@@ -202,23 +200,17 @@ def main(name: str, largest: int) -> None:
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     guard_terminal()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     make = cast(EnvironmentFactory, load_named(name))
     declared = Declared.of(make)
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    over = threading.Event()
-    threading.Thread(target=_read, args=(asked, lines, largest, over), daemon=True).start()
+    threading.Thread(target=_read, args=(asked, lines, largest), daemon=True).start()
     _write(answers, Welcome.to(declared, message_bytes=largest))
     with contextlib.redirect_stderr(sys.stderr):  # the environment may replace sys.stderr
-        _serve(make, declared, lines, answers, over)
+        _serve(make, declared, lines, answers)
 
 
 def _serve(
-    make: EnvironmentFactory,
-    declared: Declared,
-    lines: queue.SimpleQueue[bytes | None],
-    answers: IO[bytes],
-    over: threading.Event,
+    make: EnvironmentFactory, declared: Declared, lines: queue.SimpleQueue[bytes | None], answers: IO[bytes]
 ) -> None:
     runner = shared_runner()
     loop, host = runner.get_loop(), Host(make, declared, None, alone=True)
@@ -228,32 +220,17 @@ def _serve(
         except BadAnswer as error:
             _write(answers, Fault(id=0, code="refused", error="BadAnswer", message=str(error)))
             continue
-        task = loop.create_task(host.answer(call))
-        try:
-            answer = complete(runner, task)
-        except KeyboardInterrupt:  # the episode was cancelled in the middle of this call, so its instance is closed
-            over.set()
-            task.cancel()
-            complete(runner, loop.create_task(asyncio.wait([task], timeout=0.5)))  # a call that blocked never ends
-            complete(runner, loop.create_task(host.release()))
-            os._exit(0)  # code of the call may still run
-        _write(answers, answer)
-    over.set()
+        _write(answers, complete(runner, loop.create_task(host.answer(call))))
     complete(runner, loop.create_task(host.close()))
     end(runner)
 
 
-def _read(asked: IO[bytes], lines: queue.SimpleQueue[bytes | None], largest: int, over: threading.Event) -> None:
+def _read(asked: IO[bytes], lines: queue.SimpleQueue[bytes | None], largest: int) -> None:
     """Read calls in a separate thread, so that the process ends when stdin ends, even if a call still hangs."""
     while (line := asked.readline(largest + 1)).endswith(b"\n"):
         lines.put(line)
     lines.put(None)
-    due, main = time.monotonic() + _ENDING, threading.main_thread().ident
-    # The first interrupt cancels a call that awaits something, and the second one interrupts a call that blocks.
-    for _ in range(2):
-        if not over.wait(0.2) and main is not None:
-            signal.pthread_kill(main, signal.SIGINT)
-    time.sleep(max(due - time.monotonic(), 0))
+    time.sleep(_ENDING)
     os._exit(1)
 
 

@@ -1,9 +1,8 @@
 """Runs environments in separate processes, for environments that block, compute, hang or crash.
 
 `with Pool(Simulator, processes=4) as pool:` makes a factory. Each episode has a process to itself. If a call takes too
-long or is cancelled, its process gets a few seconds to close its environment, and is then killed with all child
-processes. A new process replaces it, and other episodes are not affected. The messages in `env_protocol.py` are sent
-over pipes as lines, and nothing is pickled.
+long, its process and all child processes are killed, and the episode fails. A new process replaces the killed one, and
+other episodes are not affected. The messages in `env_protocol.py` are sent over pipes as lines, and nothing is pickled.
 """
 
 from __future__ import annotations
@@ -131,12 +130,10 @@ class Pool:
         self._free.release()
 
     def lose(self, worker: LineProcess) -> None:
-        """End a process whose state is unknown. The next episode starts another process. This one has a few seconds to
-        close its environment before it is killed."""
+        """Kill a process whose state is unknown. The next episode starts another process."""
         with self._lock:
             self.killed += 1
-            self._all.discard(worker)
-        threading.Thread(target=worker.retire, name="tapereel-pool-end").start()
+            self._discard(worker)
         self._free.release()
 
     def _gone(self) -> SessionLost:
@@ -262,7 +259,7 @@ class LineProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline(self._largest + 1)
         if len(line) > self._largest:
-            raise BadAnswer(f"an answer of more than {self._largest:,} bytes: increase `largest` of the pool")
+            raise BadAnswer(f"an answer of more than {self._largest} bytes")
         return line if line.endswith(b"\n") else b""
 
     def ended(self) -> int | None:
@@ -297,12 +294,6 @@ class LineProcess:
             return  # it has been reaped, and the system may have given its number to another process
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-
-    def retire(self) -> None:
-        """Ask the process to end, wait until it has ended, and kill it and its child processes."""
-        self.leave()
-        self.code()
-        self.stop()
 
     def stop(self) -> None:
         """Kill the process and wait until it has ended."""

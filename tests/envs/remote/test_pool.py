@@ -7,21 +7,19 @@ import os
 import random
 import re
 import sys
-import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tapereel.agents import ChatAgent, ScriptedEngine, agent, rollout
+from tapereel.agents import ScriptedEngine, agent, rollout
 from tapereel.envs import check_env
 from tapereel.envs.checks.reexec import reexec
 from tapereel.envs.load_named import load_named
 from tapereel.envs.remote import Busy, Pool, RemoteEnvironment, Service, SessionLost, Unreachable
 from tapereel.envs.remote.pool import Places
-from tapereel.tapes import CauseType, Status, Tape, Task
+from tapereel.tapes import CauseType, Status, Tape
 
 from .worlds import SIMULATOR, until
 
@@ -253,22 +251,3 @@ def test_a_place_that_is_given_to_one_who_leaves_goes_to_the_next():
         await asyncio.wait_for(second, 60)
 
     asyncio.run(check())
-
-
-@pytest.mark.parametrize("way", ["await", "block"])
-def test_an_environment_that_is_cancelled_in_the_middle_of_a_call_is_closed(way: str, tmp_path: Path) -> None:
-    async def cancelled(pool: Pool) -> None:
-        task = Task(public="x", private=str(tmp_path))
-        playing = asyncio.create_task(rollout(ChatAgent(), pool, task, engine=ScriptedEngine([way])))
-        await until(lambda: (tmp_path / "stepping").exists())
-        playing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await playing
-
-    with Pool(f"{Path(__file__).with_name('closing.py')}:Closing", processes=1) as pool:
-        asyncio.run(cancelled(pool))
-    assert pool.killed == 1
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "closed").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
