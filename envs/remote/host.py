@@ -129,7 +129,7 @@ class Host:
 
     async def _do(self, call: Call) -> Answer:
         if isinstance(call, CloseCall):
-            await self.release()
+            await self._release()
             return Result(id=call.id)
         if isinstance(call, ResetCall | RestoreCall):
             return await self._begin(call)

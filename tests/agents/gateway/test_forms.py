@@ -16,12 +16,13 @@ from tapereel.agents import rollout
 from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.agents.engines.team_engine import TeamEngine
-from tapereel.agents.gateway import Program, chat_protocol, gateway_session, messages_protocol, responses_protocol
+from tapereel.agents.gateway import Program, chat_protocol, messages_protocol, responses_protocol
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.agents.replay.replayer import replay
 from tapereel.finetune.data.rows import rows
 from tapereel.finetune.inspect.requery import requery_run
 from tapereel.tapes import Sampling, Status, Tape
+from tapereel.tapes.common.text import warn_once
 from tapereel.tapes.records import Constraint
 
 from ...toy_envs import Echo
@@ -140,7 +141,7 @@ def called(api: str, answer: Any) -> tuple[str, Any]:
 def test_an_untrained_model_keeps_the_form_and_is_not_for_rl(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, stream: bool
 ):
-    gateway_session._warn_once.cache_clear()
+    warn_once.cache_clear()
     asked = [(api, formed(api, SCHEMA)) for api in ROUTES] + [(api, ANY[api]) for api in ROUTES]
     asked += [("chat", FORCED["chat"] | formed("chat", SCHEMA) | {"tool_choice": "auto"})]
     streamed = [(api, fields | {"stream": True}) for api, fields in asked] if stream else asked

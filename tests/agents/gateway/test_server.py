@@ -16,9 +16,9 @@ import pytest
 from tapereel.agents import EngineError, Limits, Request
 from tapereel.agents.engines.engine import EngineStopped
 from tapereel.agents.gateway import Bounds, Control
-from tapereel.agents.gateway.gateway_session import _warn_once
 from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Sampling, Tape
+from tapereel.tapes.common.text import warn_once
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
 
@@ -276,7 +276,7 @@ def test_a_key_in_x_api_key_opens_the_tape(tmp_path: Path):
 
 @pytest.mark.parametrize("follow", [True, False])
 def test_a_gateway_may_keep_its_own_sampling(follow: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    _warn_once.cache_clear()
+    warn_once.cache_clear()
 
     async def scene() -> Tape:
         async with served(tmp_path, Told(), follow=follow) as there:

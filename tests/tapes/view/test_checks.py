@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tapereel.cli import main
-from tapereel.tapes.audit.auditor import _diverged
+from tapereel.tapes.audit.auditor import _replayed
 from tapereel.tapes.audit.verdict import (
     Divergence,
     Likely,
@@ -199,8 +199,8 @@ def test_the_audit_asks_for_the_newest_verdict_by_the_run_s_own_weights(run: Pat
         cause=Likely.CODE,
         sentence="the log-prob differs",
     )
-    assert _diverged(run) == frozenset()
+    assert _replayed(run) == {}
     said_of(run, diverged("requery", place), given={"model": "another"})
-    assert _diverged(run) == frozenset()
+    assert _replayed(run) == {}
     said_of(run, diverged("requery", place))
-    assert _diverged(run) == {"g0a0"}
+    assert _replayed(run) == {"g0a0": "diverged"}
