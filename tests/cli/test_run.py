@@ -62,7 +62,7 @@ def test_people_get_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 def test_what_the_world_broke_is_in_no_mean(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], attempts: int, reward: float, scored: int
 ):
-    """The index has a reward of 0 for each of those episodes and their retries."""
+    """Those episodes and their retries were scored before they broke, and the index has no reward of them."""
     out = tmp_path / "r"
     words = (
         "--agent",
@@ -77,7 +77,7 @@ def test_what_the_world_broke_is_in_no_mean(
     found = answer_of(capsys, "run", *words, *settings('engine.answers=["6", "6"]'), "--out", str(out))
     with Store.open(out) as store:
         broken = [summary.reward for summary in store.summaries() if summary.status == "error"]
-    assert broken == [0.0] * 2 * attempts
+    assert broken == [None] * 2 * attempts
     assert (found["reward"], found["error"], found["scored"]) == (reward, None, scored)
     told = answer_of(capsys, "eval", str(out))["scores"]
     assert found["reward"] == told["reward"]["value"]
