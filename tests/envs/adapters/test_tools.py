@@ -218,7 +218,9 @@ class Rows(ToolEnvironment):
         return str(self.db.execute(sql).fetchall())
 
     def rows(self) -> Outcome:
-        return Outcome(reward=self.db.execute("select count(*) from t").fetchone()[0], terminated=True)
+        count = self.db.execute("select count(*) from t").fetchone()[0]
+        self.db.close()
+        return Outcome(reward=count, terminated=True)
 
 
 class SyncRows(Rows):
@@ -239,13 +241,13 @@ class BlockingRows(Rows):
     async def answered(self, text: str) -> Outcome:
         return self.rows()
 
-    async def close(self) -> None:
-        self.db.close()
-
 
 class AsyncRows(Rows):
     async def prompt(self, task: Task) -> str:
         return self.connected()
+
+    async def close(self) -> None:
+        self.db.close()
 
 
 INSERT = called(*[("query", {"sql": "insert into t values (1)"})] * 2)
