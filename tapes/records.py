@@ -243,7 +243,8 @@ class Begin(Record):
     """Where the episode continues another tape, or None if it is not a fork."""
     versions: dict[str, str] = {}
     """The versions of Tapereel (`package`), of `python` and of the rule by which steps become messages
-    (`conversation`). If a renderer is used, also the hashes of its `tokenizer` and `chat_template`. If the engine reads pictures, also the hash of its picture `processor`."""
+    (`conversation`). If a renderer is used, also the hashes of its `tokenizer` and `chat_template`. If the engine
+    reads pictures, also the hash of its picture `processor`."""
     sampling: Sampling | None = Field(default=None, exclude_if=_is_none)
     """Sampling settings of the run, or None if unknown. Each call also records the settings that it used."""
     limits: dict[str, JsonValue] | None = Field(default=None, exclude_if=_is_none)

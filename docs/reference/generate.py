@@ -234,7 +234,7 @@ print(sorted(records[0]["versions"]))
 ```text
 ['begin', 'step', 'call', 'step', 'reward', 'end']
 {'by': 'env', 'role': 'observation', 'kind': 'text', 'content': {'text': '6 * 7'}}
-['package', 'python']
+['conversation', 'package', 'python']
 ```
 
 The fields `tape` and `call` hold ids, and `at` is a time in seconds since 1970. In JSON, `Ints` and `Floats` are the
