@@ -29,7 +29,9 @@ def add_scene_arguments(parser: argparse.ArgumentParser) -> None:
         help="module:name, a JSONL, JSON, Parquet or CSV file, or a Hugging Face dataset as org/name[@revision]",
     )
     parser.add_argument(
-        "--model", metavar="NAME", help="a model folder, or a model on the Hugging Face Hub as org/name[@revision]"
+        "--model",
+        metavar="NAME",
+        help="a model folder, a model on the Hugging Face Hub as org/name[@revision], or litellm:NAME if it is hosted",
     )
     parser.add_argument("--seed", metavar="N", help="seed for sampling and environments (default 0)")
     add_out_arguments(parser)
@@ -80,7 +82,9 @@ def option_settings(args: argparse.Namespace, *names: str, **keys: str) -> list[
 def engine_settings(args: argparse.Namespace) -> list[Setting]:
     """Return the settings that select the engine, if `--model` or a scripted answer in `--set` chooses one."""
     if args.model is not None:
-        return [("engine.kind", "embedded", "--model"), *option_settings(args, model="engine.model")]
+        from ..agents.setup.engine_config import model_settings
+
+        return [(key, value, f"--model {args.model}") for key, value in model_settings(args.model)]
     scripted = any(setting_key(one) in SCRIPTED for one in args.sets)
     return [("engine.kind", "scripted")] if scripted else []
 

@@ -122,10 +122,11 @@ class Task(Value):
 
     @property
     def expected(self) -> JsonValue:
-        """The right answer, if the private part names one: `answer` or else `reference` in an object, or the private
-        part itself if it isn't an object."""
-        private = self.private
-        return private.get("answer", private.get("reference")) if isinstance(private, dict) else private
+        """The right answer, or None if it isn't known. It is `answer` or else `reference` of a private part that is an
+        object. Any other private part is the answer if the task has a public part; without one it may be a seed."""
+        if isinstance(self.private, dict):
+            return self.private.get("answer", self.private.get("reference"))
+        return None if self.public is None else self.private
 
     @property
     def hash(self) -> str:

@@ -17,7 +17,7 @@ from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, mode
 
 from ...envs.load_named import load_function
 from ...tapes.common.config import Config
-from ...tapes.common.hub import model_folder
+from ...tapes.common.hub import NotFound, model_folder
 from ...tapes.common.plain_json import read_plain
 from ...tapes.common.redact import names_secret
 from ...tapes.errors import MissingExtra, UsageError
@@ -303,6 +303,16 @@ EngineConfig = Annotated[
 ]
 
 
+HOSTED = "litellm:"
+"""Prefix of litellm's name for a hosted model, where a model is named. Any other name is a folder or on the hub."""
+
+
+def model_settings(model: str) -> list[tuple[str, str]]:
+    """Return the settings of the engine for a model that is named by one string."""
+    kind, name = ("litellm", model.removeprefix(HOSTED)) if model.startswith(HOSTED) else ("embedded", model)
+    return [("engine.kind", kind), ("engine.model", name)]
+
+
 def check_models(engines: Iterable[AnyEngineConfig]) -> None:
     """Find the models and tokenizers of these engines, and download the ones that are only on the hub.
 
@@ -313,7 +323,11 @@ def check_models(engines: Iterable[AnyEngineConfig]) -> None:
     for engine in engines:
         name = engine.tokenizer if isinstance(engine, ScriptedConfig) else engine.model
         if name is not None and not isinstance(engine, LiteLLMConfig):
-            model_folder(name)
+            try:
+                model_folder(name)
+            except NotFound as error:
+                hosted = isinstance(engine, EmbeddedConfig) and name[0] not in "./~"
+                raise NotFound(f"{error}. A hosted model is named {HOSTED}{name}" if hosted else str(error)) from error
         if isinstance(engine, ServerConfig):
             addresses(engine.urls)
         if isinstance(engine, RenderedConfig) and engine.renderer.video == "native":

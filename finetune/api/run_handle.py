@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
-from ...agents.engines.servers.litellm_engine import is_hosted
 from ...agents.episode.agent import Agent
 from ...agents.runs.pass_at_k import Scores
 from ...agents.runs.runner import RunSummary, scores_of
+from ...agents.setup.engine_config import HOSTED, model_settings
 from ...envs.environment import EnvironmentFactory
 from ...tapes import Status, Tape
 from ...tapes.audit.auditor import Audit, audit_run
@@ -216,11 +216,10 @@ Model = Annotated[
     str | Path | Sequence[str],
     "a model's folder or its name, an engine of your own as 'my_engines.py:Echo', or a list of answers",
 ]
-"""A model: a folder in Hugging Face format, a model on the hub as `org/name` or `org/name@revision`, litellm's name for
-a hosted model, an engine as `module:name` or `file.py:name`, or a list of answers.
+"""A model: a folder in Hugging Face format, a model on the hub as `org/name` or `org/name@revision`, a hosted model by
+its name in litellm as `litellm:openai/gpt-4o-mini`, an engine as `module:name` or `file.py:name`, or a list of answers.
 
-A name is litellm's if its first part is one of litellm's providers, as in `openai/...`. In a list, the k-th answer is
-the reply to the k-th request of every episode.
+In a list, the k-th answer is the reply to the k-th request of every episode.
 """
 _ENGINE = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 
@@ -231,9 +230,8 @@ def engine_settings(model: Model | None) -> list[tuple[str, object]]:
         return []
     if not model:
         raise UsageError(f"model is {model!r}: give {get_args(Model)[1]}")
-    if isinstance(model, str) and _ENGINE.fullmatch(model):
+    if isinstance(model, str) and _ENGINE.fullmatch(model) and not model.startswith(HOSTED):
         return [("engine.kind", model)]
     if isinstance(model, str | Path):
-        kind = "litellm" if is_hosted(str(model)) else "embedded"
-        return [("engine.kind", kind), ("engine.model", str(model))]
+        return [*model_settings(str(model))]
     return [("engine.kind", "scripted"), ("engine.answers", list(model))]

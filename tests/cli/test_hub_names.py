@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import tapereel as tr
-from tapereel.agents.engines.servers.litellm_engine import is_hosted
 from tapereel.cli.command import main
-from tapereel.tapes.common.hub import model_folder
+from tapereel.finetune.api.run_handle import engine_settings
+from tapereel.tapes.common.hub import NotFound, model_folder
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.store import Store
 
@@ -270,17 +270,12 @@ def test_conversations_in_the_form_of_trl_are_imported_with_their_tools(tmp_path
     assert sorted(map(repr, offered)) == sorted(map(repr, [None, *[(schema,)] * 3]))
 
 
-@pytest.mark.parametrize(
-    ("name", "hosted"),
-    [
-        ("gpt-4o-mini", True),
-        ("openai/gpt-4o-mini", True),
-        ("anthropic/claude-sonnet-4-5", True),
-        ("openrouter/qwen/qwen3-8b", True),
-        ("Qwen/Qwen3-0.6B", False),
-        ("Qwen/Qwen3-0.6B@main", False),
-        ("meta-llama/Llama-3.1-8B-Instruct", False),
-    ],
-)
-def test_a_name_in_python_is_hosted_where_litellm_knows_its_provider(name: str, hosted: bool) -> None:
-    assert is_hosted(name) == hosted
+@pytest.mark.parametrize("name", ["openai/gpt-oss-20b", "gpt-4o-mini", "openrouter/qwen/qwen3-8b", "Qwen/Qwen3-0.6B"])
+def test_a_name_is_the_hubs_whether_litellm_knows_its_first_part_or_not(name: str, tmp_path: Path) -> None:
+    assert engine_settings(name) == [("engine.kind", "embedded"), ("engine.model", name)]
+    assert engine_settings(f"litellm:{name}") == [("engine.kind", "litellm"), ("engine.model", name)]
+    for call in (tr.run, tr.train):
+        with pytest.raises(NotFound, match=f"litellm:{name}"):
+            call(tr.ChatAgent(), f"{DIGITS}:Digits", [1], name, out=tmp_path / "r")
+    with pytest.raises(UsageError, match=r"warm\.tapes"):
+        tr.train(tr.ChatAgent(), f"{DIGITS}:Digits", [1], f"litellm:{name}", out=tmp_path / "r")

@@ -22,11 +22,9 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ....tapes.common.access_token import token_for
-from ....tapes.common.hub import split_name
 from ....tapes.common.redact import guard_log, names_secret, refuse_secret, without_secrets
 from ....tapes.errors import BadPicture, MissingExtra, NotATape
 from ....tapes.messages import frames_of, image_parts, visual_parts
@@ -503,22 +501,6 @@ def _connection_lost(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def is_hosted(model: str) -> bool:
-    """Return whether `model` is litellm's name for a hosted model, either `provider/name` or a name without a provider.
-    A folder isn't a hosted model. If litellm is missing or knows no provider `org`, `org/name` is a model on the
-    Hugging Face hub, and not a hosted one."""
-    provider, slash, _ = model.partition("/")
-    if Path(model).is_dir():
-        return False
-    if not slash or split_name(model) is None:
-        return True
-    try:
-        litellm = _import()
-    except MissingExtra:
-        return False
-    return provider in {str(getattr(known, "value", known)) for known in litellm.provider_list}
 
 
 def _import() -> Any:

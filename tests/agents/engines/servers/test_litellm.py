@@ -440,12 +440,9 @@ def test_run_records_replays_and_audits_a_hosted_model_and_its_tapes_are_imitate
 ) -> None:
     run, provider = str(tmp_path / "run"), Provider([refuses(429, Retry_After="0")], next_digit)
     with provider.up():
-        engine = settings(
-            "engine.kind=litellm",
-            "engine.model=openai/gpt-4o-mini",
-            f"engine.base_url={provider.url}",
-            "engine.key_variable=SOME_PROVIDERS_KEY",
-            "engine.budget=1",
+        engine = ["--model", "litellm:openai/gpt-4o-mini"]
+        engine += settings(
+            f"engine.base_url={provider.url}", "engine.key_variable=SOME_PROVIDERS_KEY", "engine.budget=1"
         )
         code, summary, err = answers(
             capsys, "run", *SCENE, "--attempts", "2", *engine, *settings("count=6", "split=demo"), "--out", run
