@@ -61,6 +61,12 @@ def check_recipe(config: LoopConfig, recipe: Recipe, shown: int | None = None) -
             f"loop.forks samples continuations, but recipe {recipe.name!r} compares by "
             f"{recipe.baseline.by}: set its baseline to {{by: fork}}, or remove `loop.forks`"
         )
+    compared = recipe.baseline.compares and recipe.baseline.by == "group" and recipe.reward.per == "episode"
+    if compared and config.group_size == 1:
+        raise UsageError(
+            f"loop.group_size is 1, and recipe {recipe.name!r} compares the attempts at a task, so nothing would be "
+            "trained: sample 2 attempts or more, or take a recipe without a baseline, such as reinforce_plain"
+        )
     short = shown is not None and config.demonstrations > shown
     if short or bool(config.demonstrations) != recipe.imitates:
         raise UsageError(

@@ -6,7 +6,7 @@ and the newest tapes. A run without advice shows none of these signs, but it may
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from ..common.stats import mean
@@ -26,6 +26,8 @@ OFTEN = 0.1
 """Cut-off answers are reported if their share of all answers is above this value."""
 FEW = 4
 """Minimum number of rewards for advice about rewards, and of answers for advice about answers."""
+TOO_MANY = "TooManyParseErrors"
+"""The error of an episode whose answers couldn't be read. It has a sign of its own."""
 SHORT = 16
 """If the limit on an answer's length is below this number of tokens, the limit is assumed to be intended."""
 
@@ -36,8 +38,8 @@ def advice(
     """Return advice about the closed tapes in `split`, or in all splits if it is None. It also covers the loop's
     `updates`, given as lines of the metrics, and the evaluation at the loop's end.
 
-    If the reward of the updates did not rise, this is the first sentence, and the second is the suggestion to follow
-    first. Signs that explain others come first, and signs in less than half of the run come last.
+    How episodes ended comes first, then signs that explain others, and signs in less than half of the run come last. If
+    the reward of the updates did not rise, the first advice ends with this.
     """
     try:
         closed = [s for s in store.summaries(split=split, closed=True) if s.status != Status.CANCELLED]
@@ -46,14 +48,38 @@ def advice(
         found = sorted([*_tapes(climb, closed), *climb.signs()], key=lambda s: (s.share < MOST, s.rank, -s.share))
     except TapereelError as error:
         return (f"The newest tapes can't be read, so nothing is said about them: {error}",)
+    texts = [sign.text for sign in found]
     if climb.headline is None:
-        return tuple(sign.text for sign in found)
+        return tuple(texts)
     page = DOCS / "tutorials" / "reward_does_not_climb.md"
-    suggested = (f"{'Then' if k else 'First'}: {sign.text}" for k, sign in enumerate(found))
-    return (f"{climb.headline} (see {page}).", *suggested)
+    return (" ".join([*texts[:1], f"{climb.headline} (see {page})."]), *(f"Then: {text}" for text in texts[1:]))
+
+
+def _ends(climb: Climb, closed: Sequence[Summary]) -> Iterator[Sign]:
+    """Yield what ended many episodes before their time: errors, and limits if they cost reward."""
+    played = [summary for summary in closed if summary.split != "demo"]
+    ended: dict[tuple[str, str | None], list[Summary]] = defaultdict(list)
+    for summary in played:
+        ended[summary.status or "", summary.cause].append(summary)
+    for (status, kind), found in ended.items():
+        share = len(found) / len(played)
+        if len(found) < FEW or share < OFTEN or status not in (Status.ERROR, Status.LIMIT):
+            continue
+        end = climb.store.tape(found[-1].id, refresh=False).end
+        cause = end.cause if end is not None else None
+        if cause is None or cause.error == TOO_MANY:
+            continue
+        many = f"{len(found):,} of {len(played):,} episodes ended"
+        read = f"(tapereel show RUN {found[-1].id})"
+        if status == Status.ERROR:
+            what = f"{cause.error}: {cause.message or ''}"[:200].rstrip(": ")
+            yield Sign(-1, f"{many} with an error of the {kind}: {what} ({cause.frame or 'no frame'}) {read}.")
+        elif share > MOST and not climb.rose and not _earns([s.reward for s in found], [s.reward for s in played]):
+            yield Sign(-1, f"{many} at the limit `{kind}`: {cause.message} {read}.", share)
 
 
 def _tapes(climb: Climb, closed: Sequence[Summary]) -> Iterator[Sign]:
+    yield from _ends(climb, closed)
     store, scored = climb.store, climb.scored
     rewards = {summary.reward or 0.0 for summary in scored}
     if len(scored) >= FEW and len(rewards) == 1 and not climb.by_agent:

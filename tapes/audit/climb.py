@@ -145,17 +145,19 @@ class Climb:
     def signs(self) -> Iterator[Sign]:
         """Yield the signs, unless the reward rose: even loops that learn have few groups that differ."""
         if not self.rose:
-            if self.rewards.low <= 0:
-                yield from self._weights()
+            weights = next(self._weights(), None) if self.rewards.low <= 0 else None
+            if weights is not None:
+                yield weights
             if self.by_agent:
                 return
             yield from self._level()
-            yield from self._trend()
+            yield from self._trend(other_rate=weights is not None)
             equal = bool(self.updates) and self.range[0] == self.range[1] <= 0
             if self.place < SELDOM or equal or self._guess:
                 yield from (Sign(7, start) for start in self.starts[1:])
 
     def _weights(self) -> Iterator[Sign]:
+        """Yield signs that call for another learning rate. They may call for opposite ones, so the first one counts."""
         trained = [line for line in self.last if line.get("trained_tokens")]
         steps = [a * b for a, b in zip(_values(trained, "grad_norm"), _values(trained, "lr"), strict=False)]
         moved = _values(trained, "delivery/moved")
@@ -211,7 +213,7 @@ class Climb:
             larger = self._times("loop.group_size", 4)
             yield Sign(6, f"{share}. Set {larger}, or take tasks that the model sometimes solves (curriculum).", flat)
 
-    def _trend(self) -> Iterator[Sign]:
+    def _trend(self, other_rate: bool) -> Iterator[Sign]:
         n, (change, tasks) = len(self.updates), self.measured
         if tasks and self.rewards.low > 0:
             half = (change.high - change.low) / 2
@@ -225,7 +227,8 @@ class Climb:
                 0.4,
             )
         if n >= LOOP:
-            yield Sign(8, f"Try {self._times('loop.optimiser.lr', 10)}, then a tenth of it.", 0.0)
+            if not other_rate:
+                yield Sign(8, f"Try {self._times('loop.optimiser.lr', 10)}.", 0.0)
             seen = f"The reward rose in the updates ({self.rewards}). " if self.rewards.low > 0 else ""
             yield Sign(9, f"{seen}Continue the run with loop.updates={4 * n} and --resume (Python: resume=True).", 0.0)
 

@@ -15,6 +15,7 @@ from tapereel.envs import Outcome
 from tapereel.envs.adapters.tools import ToolEnvironment
 from tapereel.tapes import Answer, Task
 from tapereel.tapes.audit.advice import advice
+from tapereel.tapes.errors import UsageError
 from tapereel.tapes.records import Record, Reward
 from tapereel.tapes.store.run_directory import HeldOut, Results
 from tapereel.tapes.store.store import Store
@@ -86,6 +87,81 @@ def test_a_run_with_different_rewards_and_calls_has_no_advice(tmp_path: Path, ca
     assert rolled(tmp_path, capsys, '{"name": "note", "arguments": {"text": "a"}}', "3") == ()
 
 
+class Survival(tr.Environment[Answer]):
+    """A step is worth 1 until the answer is "stop". It may fail with a KeyError."""
+
+    fails: frozenset[str] = frozenset()
+
+    async def reset(self, task: Task) -> str:
+        self.k = str(task.private)
+        return "go on?"
+
+    async def step(self, action: Answer) -> Outcome:
+        if self.k in self.fails:
+            raise KeyError("moves")
+        if action.text == "stop":
+            return Outcome(reward=1.0, terminated=True)
+        return Outcome("go on?", reward=1.0)
+
+
+class Broken(Survival):
+    fails = frozenset("0123")
+
+
+class Fallible(Survival):
+    fails = frozenset("0")
+
+
+class Endless(Survival):
+    async def step(self, action: Answer) -> Outcome:
+        return Outcome("go on?", reward=float(self.k == "0" and action.text == "stop"))
+
+
+def ask(tape: tr.Tape) -> str:
+    raise KeyError("hand")
+
+
+class Asking(tr.Agent):
+    async def act(self, tape: tr.Tape, llm: tr.LLM) -> Any:
+        yield Answer(text=ask(tape))
+
+
+@pytest.mark.parametrize(
+    ("agent", "env", "answers", "first"),
+    [
+        (chat, Broken, ["stop"], r"^4 of 6 .* error of the environment: KeyError: .*moves.*test_advice\.py:\d+"),
+        (Asking(), Survival, ["stop"], r"^6 of 6 .* error of the agent: KeyError: .*hand.*test_advice\.py:\d+ in ask"),
+        (
+            chat,
+            Endless,
+            ["go"] * 3,
+            r"^6 of 6 episodes ended at the limit `turns`: 3 turns taken .tapereel show RUN",
+        ),
+        (chat, Fallible, ["go", "go", "stop"], None),  # one of six is listed with the faults of the run
+        (chat, Survival, ["go", "go", "go"], "^All 6 rewards are 3"),  # no episode earned more than those at the limit
+    ],
+)
+def test_what_ended_most_episodes_is_the_first_advice(
+    tmp_path: Path, agent: Any, env: Any, answers: list[str], first: str | None
+) -> None:
+    made = tr.run(agent, env, TASKS, answers, out=tmp_path / "r", settings={"limits.turns": 3, "retries": 0})
+    said = made.summary.advice
+    assert re.search(first, said[0]) if first else not any("ended" in text for text in said), said
+
+
+def test_prompts_that_are_too_long_are_the_first_advice(tmp_path: Path, model: str) -> None:
+    sets = {"loop.limits.prompt_tokens": 2, "loop.updates": 2, "loop.groups": 2, "loop.group_size": 2}
+    off = {"evaluation.fraction": 0.0}
+    made = tr.train(chat, Digits, f"{DIGITS}:tasks", model, out=tmp_path / "r", settings={**off, **sets})
+    assert re.search(r"^\d+ of \d+ episodes ended at the limit `context`: the prompt has", made.summary.advice[0])
+
+
+def test_training_that_compares_attempts_needs_two(tmp_path: Path, model: str) -> None:
+    with pytest.raises(UsageError, match=r"loop\.group_size.*'grpo'.*reinforce_plain"):
+        tr.train(chat, Digits, f"{DIGITS}:tasks", model, out=tmp_path / "r", settings={"loop.group_size": 1})
+    assert not (tmp_path / "r").exists()
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tr.save_tiny_model(tmp_path_factory.mktemp("model"), "0123456789", size="micro")
@@ -109,12 +185,11 @@ def test_training_on_equal_rewards_says_so(tmp_path: Path, model: str, capsys: A
 def test_training_that_does_not_rise_says_so_and_why(tmp_path: Path, model: str, capsys: Any) -> None:
     sets = ("loop.updates=12", "loop.optimiser.lr=1e-9", "loop.group_size=24")
     assert main([*trained(tmp_path, model, f"{DIGITS}:Digits", *sets), "--json"]) == 0
-    headline, first, *_ = json.loads(capsys.readouterr().out)["advice"]
-    (page,) = re.findall(r"/\S+/reward_does_not_climb\.md", headline)
+    first, *_ = json.loads(capsys.readouterr().out)["advice"]
+    (page,) = re.findall(r"/\S+/reward_does_not_climb\.md", first)
     assert Path(page).is_file()
-    assert re.search(r"^First: .*loop\.optimiser\.lr=1e-08 instead of 1e-09", first)
-    shown = (tmp_path / "r" / "report.html").read_text()
-    assert all(json.dumps(text)[1:-1] in shown for text in (headline, first))
+    assert re.search(r"^The updates hardly.*loop\.optimiser\.lr=1e-08 instead of 1e-09.* did not rise", first)
+    assert json.dumps(first)[1:-1] in (tmp_path / "r" / "report.html").read_text()
 
 
 def lines(n: int, reward: Any, **more: Any) -> list[dict[str, Any]]:
@@ -127,8 +202,8 @@ def level(k: int) -> float:
     return 0.5 + k % 3 / 10
 
 
-LAST = ["loop.optimiser.lr", "loop.updates=160.*--resume"]
-"""What is left to try if there is no sign of a cause."""
+TRY, LAST = "Try loop.optimiser.lr", "loop.updates=160.*--resume"
+"""What is left to try if there is no sign of a cause. A second learning rate is never named."""
 
 
 @pytest.mark.parametrize(
@@ -136,16 +211,16 @@ LAST = ["loop.optimiser.lr", "loop.updates=160.*--resume"]
     [
         (lines(40, lambda k: k / 40 + k % 2 / 10), []),
         (lines(40, lambda k: k / 40, **{"group/flat": 1.0, "logprob": 0.0}), []),  # solved: that is what success is
-        (lines(40, level), LAST),
-        (lines(40, lambda k: -k / 40), ["fell.*loop.optimiser.lr", *LAST]),
-        (lines(40, level, **{"kl/old": 0.4}), ["0.4 nats", *LAST]),
-        (lines(40, level, **{"delivery/moved": 1e-6}), ["at most 1e-06 nats", *LAST]),
-        (lines(40, level, logprob=-0.01), ["0.010", *LAST]),
-        (lines(40, level, logprob=-0.01, entropy=1.0), LAST),
-        (lines(40, level, **{"logprob": -0.01, "group/flat": 1.0}), ["0.010", "100%", *LAST]),
-        (lines(40, lambda k: 0.1, **{"group/flat": 0.9}), ["90%.*loop.group_size", *LAST]),
-        (lines(40, level, **{"grad_norm": 0.0, "group/flat": 1.0}), [" 10 updates", "100%", *LAST]),
-        (lines(40, lambda k: level(k) + k / 600), LAST),  # a trend within the noise is not a sign
+        (lines(40, level), [TRY, LAST]),
+        (lines(40, lambda k: -k / 40), ["fell.*loop.optimiser.lr", LAST]),
+        (lines(40, level, **{"kl/old": 0.4}), ["0.4 nats", LAST]),
+        (lines(40, level, **{"delivery/moved": 1e-6}), ["at most 1e-06 nats", LAST]),
+        (lines(40, level, logprob=-0.01), ["0.010", LAST]),
+        (lines(40, level, logprob=-0.01, entropy=1.0), [TRY, LAST]),
+        (lines(40, level, **{"logprob": -0.01, "group/flat": 1.0}), ["0.010", "100%", LAST]),
+        (lines(40, lambda k: 0.1, **{"group/flat": 0.9}), ["90%.*loop.group_size", TRY, LAST]),
+        (lines(40, level, **{"grad_norm": 0.0, "group/flat": 1.0}), [" 10 updates", "100%", LAST]),
+        (lines(40, lambda k: level(k) + k / 600), [TRY, LAST]),  # a trend within the noise is not a sign
         (lines(40, lambda k: 1.0, **{"reward/agent/duo/left": 0.2}), []),  # each agent has its own reward
         (lines(3, lambda k: 0.1), []),
         (lines(3, lambda k: None, **{"group/flat": 1.0}), ["100%"]),
@@ -156,11 +231,11 @@ LAST = ["loop.optimiser.lr", "loop.updates=160.*--resume"]
 def test_each_sign_is_a_suggestion_and_the_cause_comes_first(tmp_path: Path, made: list[Any], says: list[str]) -> None:
     with Store.create(tmp_path / "r") as store:
         found = advice(store, "train", made)
-    suggestions = [text for text in found if "docs/tutorials/reward_does_not_climb.md" not in text]
-    assert len(suggestions) == len(says), found
-    assert len(made) < 10 or [text[:4] for text in suggestions] == ["Firs", *["Then"] * 4][: len(says)]
-    for text, part in zip(suggestions, says, strict=True):
+    assert len(found) == len(says), found
+    assert [text.startswith("Then: ") for text in found] == [k > 0 and len(made) >= 10 for k in range(len(says))]
+    for text, part in zip(found, says, strict=True):
         assert re.search(part, text)
+    assert sum("lr=" in text or "lr to" in text for text in found) <= 1
 
 
 def attempts(tmp_path: Path, *made: tuple[str, str, float]) -> Store:
@@ -186,8 +261,8 @@ def test_equal_sums_say_nothing_if_each_agent_has_its_own_reward(tmp_path: Path,
 def test_answers_that_do_not_depend_on_the_task_are_called_guesses(tmp_path: Path) -> None:
     guess = [(f"{t}", "abc"[k % 3], float(k % 3 == t % 3)) for t in range(30) for k in range(9)]
     with attempts(tmp_path, *guess) as store:
-        _, first, *_ = advice(store, "train", lines(40, level, **{"group/flat": 0.6}))
-    assert re.search(r"^First: .*guess.* 0\.333.* 0\.3\d\d.*warm\.tapes", first)
+        first, *_ = advice(store, "train", lines(40, level, **{"group/flat": 0.6}))
+    assert re.search(r"^The model guess.* 0\.333.* 0\.3\d\d.*warm\.tapes", first)
 
 
 @pytest.mark.parametrize(
@@ -219,8 +294,8 @@ def test_the_loss_of_the_warm_start_decides_how_to_begin(tmp_path: Path, loss: A
             Results(format=1, imitated=["a"] * 2000).write(store.path)
             imitation = ({"lead": 1, "phase": "sft", "loss": loss(k)} for k in range(300))
             (store.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in imitation))
-        _, *said = advice(store, "train", lines(40, lambda k: k % 2 / 100, **{"group/flat": 0.9}))
-    assert re.search(r"^First: .*right in 1\.5% .* 0\.005\b.*90%.*" + says[0], said[0])
+        said = advice(store, "train", lines(40, lambda k: k % 2 / 100, **{"group/flat": 0.9}))
+    assert re.search(r"^The model is right in 1\.5% .* 0\.005\b.*90%.*" + says[0], said[0])
     assert all(re.search("^Then: .*" + part, text) for part, text in zip(says[1:], said[1:3], strict=True))
     assert loss is None or "warm.tapes" not in " ".join(said)
 
@@ -230,7 +305,7 @@ def test_a_rise_in_the_updates_comes_after_the_start(tmp_path: Path) -> None:
         change = {"value": 0.001, "low": -0.01, "high": 0.012, "tasks": 21}
         after = HeldOut(mean=0.05, error=0.1, n=21, metrics={}, reward=None, pass_at={}, change=change)
         said = advice(store, "train", lines(40, lambda k: 0.04 + k % 3 / 1e3 + k / 4e3), {"sampled": after})
-    assert re.search(r"right in 0\.0% .* 0\.05\b.*warm\.tapes", said[1])
+    assert re.search(r"right in 0\.0% .* 0\.05\b.*warm\.tapes", said[0])
     assert re.search(r"rose in the updates.*loop\.updates=160", said[-1])
 
 
@@ -245,7 +320,7 @@ def test_a_model_that_is_right_in_a_fifth_of_its_answers_can_learn(tmp_path: Pat
 def test_a_reward_at_its_ceiling_needs_harder_tasks(tmp_path: Path) -> None:
     with attempts(tmp_path, *[("a", "b", float(k > 0)) for k in range(9)]) as store:
         said = advice(store, "train", lines(40, lambda k: 0.97, **{"group/flat": 0.9}))
-    assert "harder" in said[1]
+    assert "harder" in said[0]
     assert not any("90%" in text for text in said)
 
 
@@ -271,8 +346,7 @@ def test_a_held_out_reward_that_may_not_have_risen_says_so(
         found = advice(store, "train", lines(updates, lambda k: k / 40), {"sampled": after})
     assert bool(found) == bool(says)
     if says:
-        assert re.search(rf"\b21\b.*\{value:+.3f} \[", found[0])
-        assert says in found[1]
+        assert re.search(rf"{says}.*\b21\b.*\{value:+.3f} \[", found[0])
 
 
 def test_answers_that_are_cut_off_are_counted_unless_the_agent_wants_it(tmp_path: Path, model: str) -> None:

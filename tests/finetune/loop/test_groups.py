@@ -25,6 +25,7 @@ from tapereel.finetune.loop.rollouts import Filled, NothingUsable, Rollouts, Tak
 from tapereel.finetune.recipes import get_recipe
 from tapereel.tapes import Answer, Status, Tape, Text
 from tapereel.tapes.common import stats
+from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.store import Store
 
 from . import clock
@@ -357,10 +358,9 @@ def test_a_hanging_attempt_costs_its_group_the_rest_of_its_time_and_no_more(tmp_
     assert books.tokens["cancelled"] > 0
 
 
-def test_a_group_of_one_teaches_nothing_and_is_counted(tmp_path: Path) -> None:
-    _, reports = run(tmp_path / "run", settings_of(updates=1, group_size=1))
-    assert reports[0].metrics["group/single"] == 1.0
-    assert reports[0].metrics["skipped"] == "nothing to train on"
+def test_groups_of_one_are_refused_where_attempts_are_compared(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"loop\.group_size is 1"):
+        run(tmp_path / "run", settings_of(updates=1, group_size=1))
 
 
 @pytest.mark.ledger("T10")

@@ -274,13 +274,6 @@ def test_imitation(tmp_path: Path) -> None:
     check(tmp_path / "rft", "rft", {"select": {"bounds": [1.0, None]}}, rewards=False)
 
 
-@pytest.mark.ledger("T11")
-def test_a_group_of_one_teaches_nothing(tmp_path: Path) -> None:
-    run, _ = trained(tmp_path, "grpo", {}, **{"loop.group_size": 1})
-    uses = Reading(run, get_recipe("grpo").model_dump(mode="json")).uses
-    assert [use.info["skipped"] for use in uses] == ["nothing to train on"] * EPOCHS
-
-
 @pytest.mark.ledger("F70")
 def test_the_policy_stands_still_while_the_critic_warms_up(tmp_path: Path) -> None:
     run, _ = trained(tmp_path, "ppo", {}, **{"loop.critic": {"first": 2}, "loop.epochs": 1, "loop.updates": 3})
