@@ -62,6 +62,13 @@ class Interval(Value):
         return interval(self.value, self.low, self.high, "+.3f") + (f" (clearly {side} 0)" if side else "")
 
 
+class Difference(Interval):
+    """A difference of two means over the same tasks: `first` minus `second`."""
+
+    first: float
+    second: float
+
+
 class Scores(Value):
     """The scores of one evaluation."""
 
@@ -86,8 +93,8 @@ class Scores(Value):
 class Comparison(Value):
     """The first evaluation minus the second, paired by task, over the tasks that both scored."""
 
-    reward: Interval
-    pass_at: dict[int, Interval | None] = Field(default_factory=dict)
+    reward: Difference
+    pass_at: dict[int, Difference | None] = Field(default_factory=dict)
     only_first: int
     """Number of tasks that only the first evaluation scored. The comparison leaves these tasks out."""
     only_second: int
@@ -219,9 +226,12 @@ def compare(
             "evaluations on the same tasks"
         )
 
-    def difference(of: Callable[[Mapping[str, Sequence[float]]], Mapping[str, float]]) -> Interval | None:
+    def difference(of: Callable[[Mapping[str, Sequence[float]]], Mapping[str, float]]) -> Difference | None:
         a, b = of(one), of(two)
-        return bootstrap([a[task] - b[task] for task in a if task in b], seed=seed)
+        both = [task for task in a if task in b]
+        found = bootstrap([a[task] - b[task] for task in both], seed=seed)
+        means = {"first": mean([a[task] for task in both]), "second": mean([b[task] for task in both])}
+        return None if found is None else Difference(**found.model_dump(), **means)
 
     reward = difference(lambda known: {task: mean(own) for task, own in known.items()})
     assert reward is not None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from ...agents.runs.pass_at_k import Interval
 from ...tapes.common.config import dump_config, load_config
@@ -100,14 +101,31 @@ def _section(summary: TrainSummary) -> Section:
             *((f"first and last five updates of {path}", ends) for path, ends in summary.agents.items()),
         )
     ]
-    for name, prefix in (("held-out tasks", ""), ("held-out tasks, greedy", "greedy_")):
-        if f"{prefix}after" in held_out and held_out["n"]:
-            before, after = fixed(held_out.get(f"{prefix}before")), fixed(held_out[f"{prefix}after"])
-            change = held_out.get(f"{prefix}after_change")
-            rows.append(
-                (f"{held_out['n']} {name}", before, after, Interval.model_validate(change).signed if change else "")
-            )
+    for greedy, prefix in (("", ""), (", greedy", "greedy_")):
+        if f"{prefix}after" not in held_out or not held_out["n"]:
+            continue
+        change, name = held_out.get(f"{prefix}after_change") or {}, _tasks(held_out) + greedy
+        if change and change["tasks"] < held_out["tasks"]:
+            name = f"the {change['tasks']} of {name} that were scored twice"
+        before, after = (
+            change.get(key, held_out.get(f"{prefix}{at}")) for key, at in (("second", "before"), ("first", "after"))
+        )
+        rows.append((name, fixed(before), fixed(after), _signed(change)))
+        for k, one in held_out.get(f"{prefix}after_pass_at", {}).items():
+            if one is not None:
+                rows.append((f"pass@{k}{greedy}", fixed(one["second"]), fixed(one["first"]), _signed(one)))
     return Section(("mean reward", "#before", "#after", "#change, with its 95 % interval"), rows)
+
+
+def _signed(change: Mapping[str, Any]) -> str:
+    return Interval(**{key: change[key] for key in Interval.model_fields}).signed if change else ""
+
+
+def _tasks(held_out: Mapping[str, Any]) -> str:
+    """Return the number of held-out tasks, and of attempts at each of them."""
+    tasks, n = held_out["tasks"] or held_out["n"], held_out["n"]
+    many = "" if tasks == n else f" x {n // tasks}" if n % tasks == 0 else f" ({n} episodes)"
+    return f"{tasks} held-out tasks{many}"
 
 
 def _summary_lines(summary: TrainSummary, out: str) -> list[str]:

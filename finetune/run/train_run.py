@@ -75,7 +75,8 @@ class TrainSummary(Value):
     held_out: dict[str, Any]
     """`before`, `after` and, if configured, `greedy_before` and `greedy_after` are mean rewards over `n` scored
     episodes. They are None if there was no evaluation. `after_change` is the difference, paired by task, with its
-    interval. `every` has the mean rewards by update."""
+    interval and the means over the tasks that both scored. `after_pass_at` has the same for pass@k, by k. `tasks` is
+    the number of held-out tasks with a score, and `every` has the mean rewards by update."""
     seconds: dict[str, float]
     tokens: dict[str, int]
     episodes: int
@@ -230,9 +231,11 @@ def _held_out(results: Results) -> dict[str, Any]:
                 found[key] = part[name].mean if part else None
                 if when == "after" and part:
                     found[f"{key}_change"] = part[name].change
+                    found[f"{key}_pass_at"] = part[name].pass_change
     last = results.after or results.before
     every = {k: part["sampled"].mean for k, part in results.evaluations.items()}
-    return {**found, "n": last["sampled"].n if last else 0, "every": every}
+    n, tasks = (last["sampled"].n, (last["sampled"].reward or {}).get("tasks", 0)) if last else (0, 0)
+    return {**found, "n": n, "tasks": tasks, "every": every}
 
 
 def _loop_lines(run: Path) -> list[dict[str, JsonValue]]:

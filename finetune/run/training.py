@@ -410,11 +410,12 @@ class Training:
                     success=config.success,
                 )
             scores = result.scores.model_dump(mode="json", include={"reward", "pass_at"})
-            change = None
+            change, passes = None, dict[str, Any]()
             if when.startswith("after"):
                 first, last = (recorded_rewards(self.run.store, f"eval-{end}-{name}") for end in ("before", when))
                 with suppress(NothingInCommon):
-                    change = compare(last, first).reward.model_dump(mode="json")
+                    found_change = compare(last, first, k=config.k, success=config.success).model_dump(mode="json")
+                    change, passes = found_change["reward"], found_change["pass_at"]
             found[name] = HeldOut(
                 mean=result.mean,
                 error=result.error,
@@ -422,6 +423,7 @@ class Training:
                 metrics=result.metrics,
                 lengths=result.lengths,
                 change=change,
+                pass_change=passes,
                 agents={path: mean_of(own) for path, own in earned.items()} or None,
                 **scores,
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -56,8 +57,10 @@ class HeldOut(Value):
     agents: dict[str, float | None] | None = None
     """Mean reward of each agent, by path. Set if `loop.by_agent` is on."""
     change: dict[str, float | int | None] | None = None
-    """Difference from the evaluation before training, paired by task. It has the same keys as `reward`, and is set only
-    in the final evaluation."""
+    """Difference from the evaluation before training, over the tasks that both scored. It has the same keys as `reward`
+    and the means over these tasks (`first` after training, `second` before). Set only in the final evaluation."""
+    pass_change: dict[str, dict[str, float | int | None] | None] = Field(default={}, exclude_if=operator.not_)
+    """The same for pass@k, by k."""
 
 
 Evaluations = dict[str, HeldOut]

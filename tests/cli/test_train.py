@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.cli import main
+from tapereel.envs import Outcome
 from tapereel.envs.load_named import load_named
 from tapereel.finetune.recipes import get_recipe, read_recipes
 from tapereel.finetune.run.policy import Policy
@@ -28,7 +29,7 @@ from tapereel.tapes.store.run_directory import read_metrics
 from tapereel.tapes.store.store import Store
 
 from .lab import DEADLY, MICRO, SCENE, WORLD, answer_of, killed, refusal_of, settings
-from .world import EXAMPLE
+from .world import EXAMPLE, Digits
 
 
 def train_words(model: str, out: Path, *more: str, scene: tuple[str, ...] = SCENE) -> tuple[str, ...]:
@@ -94,10 +95,35 @@ def test_measuring_changes_nothing(model: str, tmp_path: Path, capsys, monkeypat
     assert often["held_out"]["after"] == never["held_out"]["after"]
 
 
+class Forgetful(Digits):
+    """Scores none of its first six episodes that want an even digit."""
+
+    left = 6
+
+    async def step(self, action: Any) -> Outcome:
+        outcome = await super().step(action)
+        if int(self.wanted) % 2 or not Forgetful.left:
+            return outcome
+        Forgetful.left -= 1
+        return Outcome(terminated=True)
+
+
+def test_each_line_of_the_table_is_about_the_same_tasks(model: str, tmp_path: Path, capsys):
+    scene = (*SCENE[: SCENE.index("--env") + 1], f"{__name__}:Forgetful", *SCENE[SCENE.index("--env") + 2 :])
+    more = ("evaluation.attempts=3", "evaluation.k=[1,3]", "loop.updates=2")
+    assert main(train_words(model, tmp_path / "r", *more, scene=scene)) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"the [23] of 4 held-out tasks x 3 that were scored twice", " ".join(printed.split())), printed
+    rows = re.findall(r"(twice|pass@\d) +(\d\.\d+) +(\d\.\d+) +([+-]\d\.\d+)", printed)
+    assert [name for name, *_ in rows] == ["twice", "pass@1", "pass@3"]
+    for _, before, after, change in rows:
+        assert float(after) - float(before) == pytest.approx(float(change), abs=0.0011)
+
+
 def test_the_summary_is_that_of_the_run(model: str, tmp_path: Path, capsys):
     found = answer_of(capsys, *train_words(model, tmp_path / "r", "evaluation.fraction=0", "loop.recipe=reinforce"))
     assert (found["recipe"], found["updates"], found["books_close"]) == ("reinforce", 3, True)
-    assert found["held_out"] == {"n": 0, "every": {}, "before": None, "after": None}
+    assert found["held_out"] == {"n": 0, "tasks": 0, "every": {}, "before": None, "after": None}
     assert Path(found["model"], "config.json").is_file()
     rewards = [line["reward"] for line in read_metrics(tmp_path / "r" / "metrics.jsonl")]
     assert found["reward"]["first"] == pytest.approx(sum(rewards) / 3)
