@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..tapes.common.text import counted
 from ..tapes.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,9 +22,14 @@ def read_k(text: str) -> tuple[int, ...]:
 def lost_line(scores: Scores) -> str:
     """Describe the share of tasks without a result. This line precedes the means, because they omit these tasks."""
     if scores.tasks and not scores.without:
-        return f"all {scores.tasks:,} tasks have a result"
+        return f"all {counted(scores.tasks, 'task')} have a result" if scores.tasks > 1 else "the task has a result"
     share = scores.without / scores.tasks if scores.tasks else 0.0
     return f"{share:.1%} of the tasks have no result ({scores.without:,} of {scores.tasks:,})"
+
+
+def cut_lines(cut: int, answers: int) -> list[str]:
+    """Return one line if a limit on tokens cut answers off."""
+    return [f"{cut:,} of {counted(answers, 'answer')} cut off at max_tokens"] if cut else []
 
 
 def score_lines(scores: Scores, indent: str = "") -> list[str]:
@@ -37,6 +43,7 @@ def score_lines(scores: Scores, indent: str = "") -> list[str]:
         lines.append(f"{indent}pass@{k} {text}")
     if scores.unscored:
         lines.append(f"{indent}{scores.unscored:,} of {scores.attempts:,} attempts are unscored: neither success nor 0")
+    lines += [f"{indent}{line}" for line in cut_lines(scores.cut, scores.answers)]
     for label, part in scores.by_label.items():
         lines += [f"{indent}{label}:", *score_lines(part, indent + "  ")]
     return lines

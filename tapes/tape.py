@@ -438,6 +438,15 @@ class Tape(Sequence[Step]):
         return list(self._visible("layers").layers)
 
     @property
+    def layer_rewards(self) -> dict[str, float | None]:
+        """The reward of each later scoring, by the name of its layer. It is None as in `reward`."""
+        found: dict[str, list[Reward]] = {}
+        for one in self.layers:
+            if isinstance(one, Reward) and one.layer is not None:
+                found.setdefault(one.layer, []).append(one)
+        return {name: total_reward(rewards) for name, rewards in found.items()}
+
+    @property
     def calls(self) -> list[Call]:
         """The tape's own model calls that the view shows, in order. Calls that a fork inherited are not included."""
         return [call for k, call in self._visible("calls").call_order if k < self._k]

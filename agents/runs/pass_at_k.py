@@ -86,6 +86,10 @@ class Scores(Value):
     attempts: int
     unscored: int
     """Number of attempts without a reward."""
+    answers: int = 0
+    """Number of answers in the episodes, with repeated ones."""
+    cut: int = 0
+    """Number of these answers that a limit on tokens cut off. Limits of fewer than 16 tokens don't count."""
     by_label: dict[str, Scores] = Field(default_factory=dict)
     """Scores of the tasks with each label. Empty if tasks have no labels."""
 
@@ -230,8 +234,10 @@ def compare(
         a, b = of(one), of(two)
         both = [task for task in a if task in b]
         found = bootstrap([a[task] - b[task] for task in both], seed=seed)
-        means = {"first": mean([a[task] for task in both]), "second": mean([b[task] for task in both])}
-        return None if found is None else Difference(**found.model_dump(), **means)
+        if found is None:
+            return None
+        first, second = (mean([of[task] for task in both]) for of in (a, b))
+        return Difference.model_validate({**found.model_dump(), "first": first, "second": second})
 
     reward = difference(lambda known: {task: mean(own) for task, own in known.items()})
     assert reward is not None

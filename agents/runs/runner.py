@@ -291,22 +291,30 @@ def _summary(run: _Attempts, store: Store, out: Path, seconds: float) -> RunSumm
     )
 
 
-def rewards_of(store: Store, split: str | None = None) -> dict[str, list[float | None]]:
+def rewards_of(store: Store, split: str | None = None, layer: str | None = None) -> dict[str, list[float | None]]:
     """Return the rewards of each task's attempts, by task hash. Only an attempt's last usable episode counts. The
     reward is None if this episode is unscored, or if the attempt has no usable episode. Continuations of `branch` count
-    only if `split` names them."""
+    only if `split` names them. With `layer`, the rewards are those of this later scoring."""
     found = [s for s in store.summaries(split=split, closed=True) if split is not None or s.split != BRANCH]
+    found = store.rescored(layer, found) if layer is not None and found else found
     return {
         task: [s.reward if s.trainable else None for s in attempts] for task, attempts in attempts_of(found).items()
     }
 
 
 def scores_of(
-    store: Store, split: str | None = None, *, k: Iterable[int] = (), success: float = 1.0, by: str | None = None
+    store: Store,
+    split: str | None = None,
+    *,
+    k: Iterable[int] = (),
+    success: float = 1.0,
+    by: str | None = None,
+    layer: str | None = None,
 ) -> Scores:
     """Return the scores of the recorded episodes in `split`, or in all splits if it is None.
 
     If `by` is given, scores are also reported by label. A task's label is the value of the key `by` in its public part.
+    `layer` is as in `rewards_of`.
     """
     labels: dict[str, str] | None = None
     if by is not None:
@@ -315,7 +323,9 @@ def scores_of(
         for task, tape in first.items():
             public = store.tape(tape, refresh=False).begin.task.public
             labels[task] = str(public[by]) if isinstance(public, dict) and by in public else f"without {by}"
-    return evaluate_rewards(rewards_of(store, split), k=k, success=success, labels=labels)
+    scores = evaluate_rewards(rewards_of(store, split, layer), k=k, success=success, labels=labels)
+    found = store.summaries(split=split, closed=True)
+    return scores.model_copy(update={"answers": sum(s.calls for s in found), "cut": sum(s.cut for s in found)})
 
 
 # The scores of recorded runs
@@ -343,24 +353,27 @@ def score_run(
     by: str | None = None,
     against: str | Path | None = None,
     against_split: str | None = None,
+    layer: str | None = None,
 ) -> RunScores:
     """Return the scores of a run's recorded episodes, and their difference from the run `against`.
 
     `k` has the values for which pass@k is reported, by default powers of two up to the number of attempts. `success` is
     the minimum reward that counts as a success. If `by` is given, scores are also reported by label. A task's label is
-    the value of the key `by` in its public part. If `against_split` is None, `split` is used. Raises UsageError if a
-    split has no closed tape.
+    the value of the key `by` in its public part. If `against_split` is None, `split` is used. With `layer`, the
+    rewards are those of this later scoring, in both runs. Raises UsageError if a split has no closed tape, or no tape
+    with this layer.
     """
     with ExitStack() as stores:
         store = stores.enter_context(Store.open(run))
-        rewards = _recorded_rewards(store, str(run), split)
+        rewards = _recorded_rewards(store, str(run), split, layer)
         other: Rewards | None = None
         if against is not None:
             # The same path is opened only once, because two readers of a growing run may see different states.
             second = store if str(against) == str(run) else stores.enter_context(Store.open(against))
-            other = _recorded_rewards(second, str(against), against_split or split)
+            other = _recorded_rewards(second, str(against), against_split or split, layer)
         k = k or _powers(rewards, other)
-        found = RunScores(run=str(run), split=split, scores=scores_of(store, split, k=k, success=success, by=by))
+        scores = scores_of(store, split, k=k, success=success, by=by, layer=layer)
+        found = RunScores(run=str(run), split=split, scores=scores)
     if against is None or other is None:
         return found
     return found.model_copy(
@@ -372,8 +385,8 @@ def score_run(
     )
 
 
-def _recorded_rewards(store: Store, name: str, split: str | None) -> Rewards:
-    rewards = rewards_of(store, split)
+def _recorded_rewards(store: Store, name: str, split: str | None, layer: str | None) -> Rewards:
+    rewards = rewards_of(store, split, layer)
     if not rewards:
         splits = ", ".join(sorted({s.split for s in store.summaries()})) or "none"
         of = "" if split is None else f" of split {split!r}"

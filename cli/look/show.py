@@ -21,6 +21,7 @@ from ...tapes.store.disk import read_file
 from ...tapes.tape import Tape
 from ...tapes.transcript import call_lines, episode_rewards, not_imported, step_lines, summarise
 from ..console import Exit, Section, answer, at_least
+from ..score_lines import cut_lines
 from .tape_output import (
     LINES,
     LONGEST,
@@ -93,6 +94,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print the first tape of the list, or TAPE; the key n prints the next one, p the previous one, q ends",
     )
+    parser.add_argument("--layer", help="list the rewards of this later scoring (replay rewards --layer)")
     parser.add_argument(
         "--calls", action="store_true", help="print the model calls of a tape too, each with its whole request"
     )
@@ -136,6 +138,8 @@ def _matching(args: argparse.Namespace, store: Store) -> tuple[list[Summary], in
     that are left out."""
     closed = False if args.status == RUNNING else None
     found = store.summaries(status=args.status if closed is None else None, split=args.split, closed=closed)
+    if args.layer is not None and found:
+        found = store.rescored(args.layer, found)
     if args.taught is not None:
         trained_on = _trained_on(store, Path(args.taught))
         found = [s for s in found if s.id in trained_on]
@@ -179,6 +183,8 @@ def _show_tape(args: argparse.Namespace, tape: Tape) -> None:
     episode = episode_rewards(tape)
     if episode:
         shown.append("for the episode: " + numbers(episode))
+    layers = tape.layer_rewards
+    shown += [f"reward in layer {name}: {number(value)}" for name, value in layers.items()]
     if unknown := not_imported(tape):
         shown.append(unknown)
     data = {
@@ -189,6 +195,7 @@ def _show_tape(args: argparse.Namespace, tape: Tape) -> None:
         "calls": calls,
         "requests": requests,
         "episode_rewards": episode,
+        "layers": layers,
     }
     answer(args, data, *shown)
 
@@ -206,6 +213,8 @@ def _show_list(args: argparse.Namespace, store: Store) -> None:
     line = f"{counted(len(matching), 'tape')} ({statuses})"
     if mean is not None:
         line += f"; mean reward {fixed(mean)} over {len(scored)} scored"
+    for cut in cut_lines(sum(s.cut for s in matching), sum(s.calls for s in matching)):
+        line += f"; {cut}"
     if cancelled:
         line += f"; {cancelled:,} cancelled left out (--status cancelled lists them)"
     data = {

@@ -13,7 +13,7 @@ from ...tapes.view.overview import command
 from ..console import Exit, Section, answer
 from ..progress_bars import live_progress
 from ..scene_arguments import add_config_arguments, add_scene_arguments, resumable, run_directory, scene_settings
-from ..score_lines import lost_line, read_k, score_lines
+from ..score_lines import cut_lines, lost_line, read_k, score_lines
 
 if TYPE_CHECKING:
     from ...agents.runs.runner import RunSummary
@@ -79,7 +79,7 @@ def _section(summary: RunSummary) -> Section:
 
 
 def _summary_lines(summary: RunSummary, out: str) -> list[str]:
-    reward = "no attempt was scored"
+    scores, reward = summary.scores, "no attempt was scored"
     if summary.reward is not None:
         spread = "" if summary.error is None else f" ± {fixed(summary.error)} (standard error over tasks)"
         reward = f"mean reward {fixed(summary.reward)}{spread} of {summary.scored:,} scored attempts"
@@ -88,7 +88,7 @@ def _summary_lines(summary: RunSummary, out: str) -> list[str]:
         f"{counted(summary.tasks, 'task')} x {counted(summary.attempts, 'attempt')}: {summary.episodes:,} episodes on "
         f"tape, {summary.recorded:,} of them recorded now, in {summary.seconds:.1f} s.",
         f"{lost_line(summary.scores)}; {reward}; {spent(summary.tokens)}.",
-        *(score_lines(summary.scores) if summary.scores.pass_at or summary.scores.by_label else []),
+        *(score_lines(scores) if scores.pass_at or scores.by_label else cut_lines(scores.cut, scores.answers)),
         f"Next: {command('show', out)}",
     ]
     if not summary.scored and summary.episodes:

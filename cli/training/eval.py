@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 from ...agents.runs.runner import RunScores, score_run
+from ...tapes.common.text import counted
 from ..console import Exit, answer
 from ..score_lines import read_k, score_lines
 
@@ -30,6 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--by", metavar="KEY", help="report by label too: the value under KEY in each task's public part"
     )
+    parser.add_argument("--layer", help="the rewards of this later scoring (replay rewards --layer)")
     parser.add_argument("--against", metavar="RUN", help="another run: print the difference, paired by task")
     parser.add_argument(
         "--against-split",
@@ -48,16 +50,17 @@ def run(args: argparse.Namespace) -> int:
         by=args.by,
         against=args.against,
         against_split=args.against_split,
+        layer=args.layer,
     )
     answer(args, found, *_score_lines(found))
     return Exit.HOLDS
 
 
 def _score_lines(found: RunScores) -> list[str]:
-    split = "" if found.split is None else f", split {found.split}"
+    scores, split = found.scores, "" if found.split is None else f", split {found.split}"
     lines = [
-        f"{found.run}{split}: {found.scores.tasks:,} tasks, {found.scores.attempts:,} attempts",
-        *score_lines(found.scores),
+        f"{found.run}{split}: {counted(scores.tasks, 'task')}, {counted(scores.attempts, 'attempt')}",
+        *score_lines(scores),
     ]
     if found.against is None or found.against_scores is None or found.difference is None:
         return lines

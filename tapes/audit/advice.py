@@ -16,7 +16,7 @@ from ..status import Status
 from ..steps import ParseError
 from ..store.run_directory import Evaluations
 from ..store.store import Store
-from ..store.summary import Summary
+from ..store.summary import SHORT, Summary
 from ..tape import Tape
 from .climb import MOST, NEAR, Climb, Lines, Sign
 
@@ -28,8 +28,6 @@ FEW = 4
 """Minimum number of rewards for advice about rewards, and of answers for advice about answers."""
 TOO_MANY = "TooManyParseErrors"
 """The error of an episode whose answers couldn't be read. It has a sign of its own."""
-SHORT = 16
-"""If the limit on an answer's length is below this number of tokens, the limit is assumed to be intended."""
 
 
 def advice(

@@ -36,7 +36,7 @@ from .summary import BEGUN, CallFacts, Summary, TapeFold, is_action, read_begin,
 
 log = logger("index")
 
-_FORMAT = b"tapereel index 8\n"
+_FORMAT = b"tapereel index 9\n"
 """Name of the file's format. The file's code covers it, so a file in another format is ignored."""
 _SCHEMA = """
 create table if not exists segments (
@@ -45,7 +45,7 @@ create table if not exists segments (
 create table if not exists tapes (
     id text primary key, segment text, n integer, split text, task_hash text, task text, group_id text,
     attempt integer, agent text, env text, effect text, parent text, begun real, status text, cause text, ended real,
-    reward real, calls integer, actions integer, sampled integer, failed integer,
+    reward real, calls integer, actions integer, sampled integer, cut integer, failed integer,
     parts text);
 create table if not exists versions (version text, tape text, primary key (version, tape)) without rowid;
 create table if not exists records (
@@ -392,6 +392,7 @@ def _row(fold: TapeFold) -> tuple[object, ...]:
         fold.calls,
         fold.actions,
         fold.sampled,
+        fold.cut,
         fold.failed,
         json.dumps(fold.parts),
     )

@@ -347,6 +347,15 @@ class Store:
         chosen = {_CLAUSES[k]: float(cast(float, v)) if "reward" in k else v for k, v in where.items() if v is not None}
         return self.index.tapes(" and ".join(chosen) or "1", chosen.values())
 
+    def rescored(self, layer: str, found: Sequence[Summary]) -> list[Summary]:
+        """Return the summaries with the rewards of the later scoring `layer`. Each tape is read. A tape that the layer
+        doesn't score has no reward. Raises UsageError if no tape has this layer."""
+        scored = {s.id: self.tape(s.id, refresh=False).layer_rewards for s in found}
+        names = sorted({name for rewards in scored.values() for name in rewards})
+        if layer not in names:
+            raise UsageError(f"no tape has the layer {layer!r}; the layers are {', '.join(names) or 'none'}")
+        return [s._replace(reward=scored[s.id].get(layer)) for s in found]
+
     def tapes(self, **where: Unpack[Where]) -> Iterator[Tape]:
         """Yield the matching tapes. Each one is read when it is reached. `where` is the same as for `summaries`."""
         for summary in self.summaries(**where):

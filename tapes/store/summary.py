@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 GROUP_LAYER = "group"
 """Name of the layer for rewards that compare a tape with its group. Training adds these to the tape's own reward."""
+SHORT = 16
+"""If the limit on an answer's length is below this number of tokens, the limit is assumed to be intended."""
 _PLAIN = r'[^"\\]*'
 """Pattern for the characters of a JSON string without escapes."""
 
@@ -149,6 +151,9 @@ class Summary(NamedTuple):
     actions: int = 0
     sampled: int = 0
     """Number of completion tokens in the tape's own calls, as far as the engines returned token ids."""
+    cut: int = 0
+    """Number of the tape's own answers that a limit on tokens cut off. An answer of fewer than `SHORT` tokens was meant
+    to be short."""
 
     @property
     def trainable(self) -> bool:
@@ -164,7 +169,7 @@ BEGUN = Summary._fields.index("status")
 class TapeFold:
     """The sums over a tape's records so far. Every record after the `begin` must be added, in order."""
 
-    __slots__ = ("actions", "begun", "calls", "cause", "ended", "failed", "parts", "sampled", "status")
+    __slots__ = ("actions", "begun", "calls", "cause", "cut", "ended", "failed", "parts", "sampled", "status")
 
     def __init__(self, begun: Summary, failed: bool = False, parts: Iterable[float] = ()) -> None:
         """`begun` is the summary to add to, `failed` is true if a component of its reward has failed, and `parts` has
@@ -173,7 +178,7 @@ class TapeFold:
         self.status = Status(begun.status) if begun.status is not None else None
         self.cause = CauseType(begun.cause) if begun.cause is not None else None
         self.ended, self.failed, self.parts = begun.ended, failed, [*parts]
-        self.calls, self.actions, self.sampled = begun.calls, begun.actions, begun.sampled
+        self.calls, self.actions, self.sampled, self.cut = begun.calls, begun.actions, begun.sampled, begun.cut
 
     def add(self, facts: Facts) -> None:
         """Add one record. A reward after the end is a layer, which changes no sum."""
@@ -182,6 +187,7 @@ class TapeFold:
         elif isinstance(facts, CallFacts):
             self.calls += 1
             self.sampled += column_length(facts.completion)
+            self.cut += facts.finish == "length" and (facts.completion_tokens or SHORT) >= SHORT
         elif isinstance(facts, RewardFacts):
             self.score(facts.value, facts.weight, facts.failed)
         elif isinstance(facts, EndFacts):

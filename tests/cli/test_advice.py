@@ -349,11 +349,18 @@ def test_a_held_out_reward_that_may_not_have_risen_says_so(
         assert re.search(rf"{says}.*\b21\b.*\{value:+.3f} \[", found[0])
 
 
-def test_answers_that_are_cut_off_are_counted_unless_the_agent_wants_it(tmp_path: Path, model: str) -> None:
+def test_answers_that_are_cut_off_are_counted_unless_the_agent_wants_it(
+    tmp_path: Path, model: str, capsys: Any
+) -> None:
     small = {"sampling.max_tokens": 16, "count": 6}
     ours = tr.run(tr.ChatAgent(), Digits, f"{DIGITS}:tasks", model, out=tmp_path / "a", settings=small)
     own = tr.run(tr.ChatAgent(max_tokens=1), Digits, f"{DIGITS}:tasks", model, out=tmp_path / "b", settings=small)
     assert any("sampling.max_tokens (16)" in text for text in ours.summary.advice)
+    cut = sum(call.finish == "length" for tape in ours for call in tape.calls)
+    assert ours.summary.scores.cut == cut > 0 == own.summary.scores.cut
+    for verb in ("show", "eval"):
+        assert main([verb, str(ours.path)]) == 0
+        assert f"{cut} of 6 answers cut off" in capsys.readouterr().out
     assert not any("sampling.max_tokens" in text for text in own.summary.advice)
 
 

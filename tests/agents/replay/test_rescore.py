@@ -225,6 +225,24 @@ def test_what_is_added_is_not_called_verified(run: str, capsys: pytest.CaptureFi
     assert sum("layer 'one'" in note for note in without) == 2, without
 
 
+def test_eval_and_show_read_the_rewards_of_a_layer(run: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["replay", "rewards", run, "--reward", f"{run}.py:both", "--layer", "one"]) == 0
+    with Store.open(run) as store:
+        rewards = {tape.id: 2.0 + len(tape) for tape in store.tapes()}
+        assert rewards != {summary.id: summary.reward for summary in store.summaries()}
+    capsys.readouterr()
+    listed = answer_of(capsys, "show", run, "--layer", "one")
+    assert {tape["id"]: tape["reward"] for tape in listed["tapes"]} == rewards
+    scores = answer_of(capsys, "eval", run, "--layer", "one")["scores"]
+    assert scores["reward"]["value"] == listed["mean_reward"] == sum(rewards.values()) / TAPES
+    first, reward = next(iter(rewards.items()))
+    assert main(["show", run, first]) == 0
+    assert f"reward in layer one: {reward:g}" in capsys.readouterr().out
+    for verb in ("show", "eval"):
+        assert main([verb, run, "--layer", "on"]) == 64
+        assert "the layers are one" in capsys.readouterr().err
+
+
 def test_failures_are_not_recorded_and_their_layers_name_stays_free(run: str, capsys: pytest.CaptureFixture[str]):
     words = (run, "--layer", "one", "--reward")
     assert main(["replay", "rewards", *words, f"{run}.py:boom"]) == 2
