@@ -93,6 +93,7 @@ def measure(run: Path, jobs: int) -> dict[str, Any]:
     print(json.dumps(found, indent=1), file=sys.stderr, flush=True)
     started = time.perf_counter()
     words = [sys.executable, "-m", "tapereel.cli", "replay", "agent", str(run), "--jobs", str(jobs), "--json"]
+    words += ["--agent", f"{calculator_agent.__module__}:{calculator_agent.__name__}"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     found["verb"] = {
         "jobs": jobs,

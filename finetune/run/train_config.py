@@ -151,7 +151,7 @@ class TrainConfig(Setup, TrackedConfig):
     agents' tokens. The model of `engine` learns from `loop.agents` and speaks for every agent without a player."""
     warm: ImitationConfig | None = None
     curriculum: CurriculumConfig | None = None
-    """How tasks are drawn by their difficulty. None takes the tasks in turn."""
+    """How tasks are drawn by their difficulty. None takes each task once an epoch, in a new order each time."""
     evaluation: EvaluationConfig = EvaluationConfig()
     processes: ProcessesConfig = ProcessesConfig()
     """Settings for several processes. They are ignored unless `accelerate launch` or `torchrun` starts the run."""
