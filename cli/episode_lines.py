@@ -7,6 +7,7 @@ import shutil
 
 from ..tapes import Tape
 from ..tapes.common.stats import number
+from ..tapes.records import Cause
 from ..tapes.steps import role_of
 from ..tapes.transcript import shown
 from .console import say, styled
@@ -33,9 +34,13 @@ def episode_lines(update: int, tape: Tape, width: int) -> list[str]:
         rows[STEPS - 2 : -1] = [("...", f"{len(rows) - STEPS + 1} more steps")]
     if (expected := tape.begin.task.expected) is not None:
         rows.append(("expected", expected if isinstance(expected, str) else json.dumps(expected, ensure_ascii=False)))
-    ended = "" if tape.cause is None else f", {tape.status}: {tape.cause.message or tape.cause.type}"
+    ended = "" if tape.cause is None else f", {tape.status}: {_why(tape.cause)}"
     head = f"update {update}, one of its episodes: reward {number(tape.reward)}{ended}"
     return [_one_line(line, width) for line in (head, *(f"  {label:<11} {text}" for label, text in rows))]
+
+
+def _why(cause: Cause) -> str:
+    return ": ".join(filter(None, (cause.error, cause.message))) or cause.type
 
 
 def _one_line(text: str, width: int) -> str:

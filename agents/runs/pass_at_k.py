@@ -57,9 +57,8 @@ class Interval(Value):
 
     @property
     def signed(self) -> str:
-        """A difference as text, with its sign, and with a note if the whole interval is above or below 0."""
-        side = "" if self.low is None or self.high is None else "above" if self.low > 0 else "below" * (self.high < 0)
-        return interval(self.value, self.low, self.high, "+.3f") + (f" (clearly {side} 0)" if side else "")
+        """A difference as text, with its sign."""
+        return interval(self.value, self.low, self.high, "+.3f")
 
 
 class Difference(Interval):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tapereel.agents.runs.pass_at_k import Interval
 from tapereel.cli import main
 
 from .lab import SCENE, refusal_of, settings
@@ -55,12 +54,3 @@ def test_a_training_run_ends_with_relative_paths(model: str, tmp_path: Path, mon
     assert lines[-4:] == TRAIN.strip().splitlines()
     refused = refusal_of(capsys, *words(model, Path("runs/first"), 2, "seed=3"), "--resume")
     assert "seed differs" in refused
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "note"),
-    [(0.1, 0.3, " (clearly above 0)"), (-0.3, -0.1, " (clearly below 0)"), (0.0, 0.3, ""), (-0.3, 0.0, "")],
-)
-def test_a_difference_says_whether_it_is_clear(low: float, high: float, note: str):
-    found = Interval(value=(low + high) / 2, low=low, high=high, tasks=9).signed
-    assert found.partition("]")[2] == note

@@ -78,7 +78,7 @@ def test_agents_are_named_if_there_are_several():
 def test_a_failed_episode_says_why_and_a_task_without_an_answer_has_no_line_for_it():
     fault = Cause(type=CauseType.ENVIRONMENT, error="OSError", message="the world broke")
     lines = episode_lines(1, tape_of(ASKED, fault=fault, expected=None), 80)
-    assert lines[0].endswith("reward -, error: the world broke")
+    assert lines[0].endswith("reward -, error: OSError: the world broke")
     assert len(lines) == 2
 
 
