@@ -418,7 +418,7 @@ def verify(
         unnamed_media=unnamed,
         open=books.open,
         books=books,
-        not_checked=(*_not_checked(reports, wanted), *open_files),
+        not_checked=(*_not_checked(path, reports, wanted), *open_files),
     )
 
 
@@ -611,8 +611,10 @@ def _open_files(path: Path, found: _Fold) -> Iterator[str]:
         yield f"{', '.join(names)}: the run is open, or was never closed, so no record has their digests"
 
 
-def _not_checked(reports: list[SegmentReport], wanted: Pins) -> Iterator[str]:
+def _not_checked(path: Path, reports: list[SegmentReport], wanted: Pins) -> Iterator[str]:
     yield "what agents, environments, models and training did; this reads bytes and runs nothing"
+    for inner in sorted(one.parent for depth in ("*", "*/*") for one in path.glob(f"{depth}/tapes")):
+        yield f"the run {inner.relative_to(path)} in this folder, which training may have read: verify it too"
     for report in reports:
         if not report.sealed and report.lines > report.frontier:
             yield (

@@ -10,6 +10,7 @@ from pydantic_core import from_json, to_json
 
 from tapereel.tapes.store import verify_tape
 from tapereel.tapes.store.reader import PINS
+from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
 
 from .crash import RUN
@@ -159,3 +160,11 @@ def written(image: Image, folder: Path) -> Path:
     for path, data in image.items():
         (run / Path(path).relative_to(RUN)).write_bytes(data)
     return run
+
+
+def test_a_run_inside_a_run_is_not_checked(tmp_path: Path) -> None:
+    for folder in (tmp_path / "run", tmp_path / "run" / "demonstrations"):
+        Store.create(folder).close()
+    report = verify(tmp_path / "run")
+    assert report.verdict == "holds"
+    assert [text for text in report.not_checked if "the run demonstrations" in text]
