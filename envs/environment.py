@@ -253,8 +253,8 @@ class Environment(Generic[ActionT, TaskT]):
         `Limits.system_seconds`, not `Limits.environment_seconds`."""
 
     async def reset(self, task: TaskT) -> Observation | str:
-        """Begin the episode. `task` is a `Task`, or the bare value if the taskset was made from bare values. A row from
-        a file or data set is always passed as a `Task`."""
+        """Begin the episode. `task` is the plain value if the taskset was made from plain values, such as numbers or
+        the rows of a file. Otherwise it is a `Task`."""
         raise NotImplementedError(f"{type(self).__qualname__} must define reset(self, task)")
 
     async def step(self, action: ActionT) -> Outcome:

@@ -2,7 +2,7 @@
 
 A `Taskset` reads its whole source when it is made. Duplicates (by `Task.hash`) are dropped and counted. `Taskset.split`
 chooses a task's part by the task's hash. The task stays in this part when the set grows, is reordered or is generated
-from another seed. `datasets` is imported when a file or data set is read.
+from another seed. `datasets` is imported when a table or data set is read.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import hashlib
 import inspect
 import json
 import random
+import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
 from itertools import accumulate, chain, count, islice
 from pathlib import Path
@@ -31,9 +32,11 @@ from ..tapes.records import Task
 
 Row = Callable[[Any], Any]
 """Converts one item of a source to a `Task`, or to a bare value that becomes the private part of a task."""
-TASK_FILES = {".jsonl": "from_json", ".json": "from_json", ".parquet": "from_parquet", ".csv": "from_csv"}
-"""The method of `datasets.Dataset` that reads a task file, by the file's suffix."""
-
+TABLES = {".parquet": "from_parquet", ".csv": "from_csv"}
+"""The method of `datasets.Dataset` that reads a table, by the file's suffix."""
+TASK_FILES = (".jsonl", ".json", *TABLES)
+ENDLESS = 1_000_000
+"""Number of items, besides `size`, after which a source without a length is taken for one without an end."""
 
 VIDEOS = ("videos", "video")
 SHOWN = ("images", "image", *VIDEOS)
@@ -67,11 +70,8 @@ class Taskset(Sequence[Task]):
 
         `source` is an iterable, a function without parameters that returns an iterable, or a function of the index. A
         function of the index needs `size`. It is called with 0 to size - 1, and duplicates are dropped. `row` converts
-        each item. Without `row`, a value is used as it is, and a row from a `Dataset` becomes the private part of its
-        task.
+        each item. Without `row`, each value is a task, as is each row of a `Dataset` or of a DataFrame.
         """
-        if row is None and hasattr(source, "column_names"):
-            row = _whole
         self.name = name
         """A label for messages. It may be empty."""
         self.dropped = 0
@@ -83,7 +83,13 @@ class Taskset(Sequence[Task]):
         by_index = callable(source) and _takes_index(source)
         if by_index and size is None:
             raise BadTasks(f"{_label(source)} is a function of the index and has no end: pass `size`")
-        for k, item in enumerate(islice(_items(source), size if by_index else None)):
+        items = _items(source)
+        for k, item in enumerate(islice(items, size if by_index else None)):
+            if k == ENDLESS + (size or 0) and not isinstance(items, Sized):
+                raise BadTasks(
+                    f"{_label(source)} has no end after {k:,} items, {len(self._tasks):,} of them distinct: set `size` "
+                    "to fewer, or pass a list if it does end"
+                )
             self._add(as_task(item, k, row))
             if len(self._tasks) == size:
                 break
@@ -96,33 +102,24 @@ class Taskset(Sequence[Task]):
     @classmethod
     @check_arguments
     def load(cls, path: str | Path, *, row: Row | None = None, size: int | None = None, name: str = "") -> Taskset:
-        """Return the tasks in a JSONL, JSON, Parquet or CSV file, read by `datasets`. `row` converts each row (a dict).
+        """Return the tasks in a JSONL, JSON, Parquet or CSV file. `row` converts each row (a dict).
 
-        Without `row`, the whole row becomes the private part of its task. A `Dataset` object can be passed directly to
-        `Taskset`, because it is an iterable of rows. Raises BadTasks if the file is invalid. The message names the
-        file, the row or line, and the fault.
+        Without `row`, each row is a task, like a dict in a list. Values of JSON are those of `json.loads`, and
+        `datasets` reads Parquet and CSV. Raises BadTasks if the file is invalid. The message names the file, the row or
+        line, and the fault.
         """
         path = Path(path)
         if path.suffix not in TASK_FILES:
             raise BadTasks(f"{path} has the suffix {path.suffix!r}; tasks are read from {', '.join(TASK_FILES)} files")
         if not path.is_file():
             raise BadTasks(f"there is no file {path}")
-        try:
-            from datasets import Dataset
-        except ImportError as error:
-            raise MissingExtra("datasets", "train", f"reading tasks from {path.name}") from error
         if not path.stat().st_size:
             raise BadTasks(f"{path} is empty: a task file needs at least one row")
-        with TemporaryDirectory() as scratch, _quiet_datasets():
-            # The rows are read once and kept in memory. A copy of them in the user's cache would never be used again.
-            try:
-                rows = getattr(Dataset, TASK_FILES[path.suffix])(str(path), cache_dir=scratch, keep_in_memory=True)
-            except Exception as error:  # `datasets` raises many types, and none names the line
-                raise BadTasks(f"{path} can't be read: {_unreadable(path, error)}") from error
-            try:
-                return cls(rows, row=row, size=size, name=name or path.stem)
-            except BadTasks as error:
-                raise BadTasks(f"{path}: {error}") from error
+        rows = _table(path) if path.suffix in TABLES else _json_rows(path)
+        try:
+            return cls(rows, row=row, size=size, name=name or path.stem)
+        except BadTasks as error:
+            raise BadTasks(f"{path}: {error}") from error
 
     @overload
     def __getitem__(self, index: int) -> Task: ...
@@ -239,21 +236,23 @@ def _takes_index(source: Callable[..., Any]) -> bool:
     return len(needed) == 1
 
 
-def _items(source: Any) -> Iterator[Any]:
+def _items(source: Any) -> Iterable[Any]:
     if isinstance(source, str | bytes | Mapping):
         raise BadTasks(
             f"the {type(source).__name__} {source!r:.60} is not a list of tasks; to read a file, use Taskset.load"
         )
-    if not callable(source) or isinstance(source, Iterable):
-        if not isinstance(source, Iterable):
-            raise BadTasks(
-                f"{source!r:.60} is not a source of tasks; pass an iterable, a function that returns one, or a "
-                "function of the index"
-            )
-        return iter(source)
-    if _takes_index(source):
-        return map(source, count())
-    return _items(source())
+    pandas = sys.modules.get("pandas")  # without this module, no DataFrame exists
+    if pandas is not None and isinstance(source, pandas.DataFrame):
+        # pandas writes NaN for a value that is missing. `astype` keeps the integers of a column from becoming floats.
+        return source.astype(object).where(source.notna(), None).to_dict("records")
+    if isinstance(source, Iterable):
+        return source
+    if not callable(source):
+        raise BadTasks(
+            f"{source!r:.60} is not a source of tasks; pass an iterable, a function that returns one, or a "
+            "function of the index"
+        )
+    return map(source, count()) if _takes_index(source) else _items(source())
 
 
 def as_task(item: object, k: int, row: Row | None = None) -> Task:
@@ -263,20 +262,17 @@ def as_task(item: object, k: int, row: Row | None = None) -> Task:
     except (BadTasks, BadPicture) as error:
         raise BadTasks(f"item {k}: {error}") from error
     except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"][::2]))  # between two keys is the type of the value
         raise BadTasks(
-            f"item {k} is not a task: {error.errors()[0]['msg']} ({shown(item)}); the parts of a task must be JSON "
-            "values (None, bool, int, float, str, list, dict)"
+            f"item {k} is not a task: {place} is {shown(first['input'])}, and {first['msg']}; the parts of a task must "
+            "be JSON values (None, bool, int, finite float, str, list, dict)"
         ) from error
     try:
         to_json((task, task.hash))
     except (ValueError, RecursionError) as error:  # lone surrogates, for example
         raise BadTasks(f"item {k} can't be recorded: {type(error).__name__}: {error}") from error
     return task
-
-
-def _whole(record: Any) -> Task:
-    """Make the whole row the private part of a task. Rows of data sets use this by default, so `reset` gets a Task."""
-    return Task(private=record)
 
 
 def standard_row(names: Mapping[str, str]) -> Row:
@@ -327,7 +323,7 @@ def hub_tasks(
     config: str | None = None,
     size: int | None = None,
 ) -> Taskset:
-    """Return the tasks in a dataset (see `dataset_rows`). Without `row`, each row is the private part of its task."""
+    """Return the tasks in a dataset (see `dataset_rows`). Without `row`, each row is a task."""
     found = dataset_rows(name, split, config=config)
     return Taskset(found, row=row, size=size, name=name)
 
@@ -452,34 +448,55 @@ def _quiet_datasets() -> Iterator[None]:
             enable_progress_bars()
 
 
-def _unreadable(path: Path, error: Exception) -> str:
-    """Describe the fault in a task file, the line with the fault, and the remedy."""
-    if path.suffix != ".parquet":
-        text = path.read_bytes()
-        rows = [(k, line) for k, line in enumerate(text.splitlines(), 1) if line.strip()]
-        if len(rows) < (2 if path.suffix == ".csv" else 1):
-            return "it has no rows; a task file needs at least one"
-        # A .json file holds either one document or, like .jsonl, one object on each line.
-        by_line = path.suffix == ".jsonl" or (path.suffix == ".json" and rows[0][1].lstrip().startswith(b"{"))
-        fault = next((fault for k, line in (rows if by_line else ()) if (fault := _fault(line, k)) is not None), None)
-        if fault is not None:
-            return f"{fault}; correct or remove the line, since every line must be one JSON object"
-        if path.suffix == ".json" and not by_line:
-            return f"{_fault(text, 0, list) or error}; the file must be a JSON list of rows, or one row on each line"
-    while isinstance(error.__cause__, Exception):
-        error = error.__cause__
-    why = next(iter(str(error).splitlines()), "") or "no reason given"
-    return f"{type(error).__name__}: {why}; every row needs the same columns, each of one type"
+def _table(path: Path) -> Iterable[object]:
+    """Return the rows of a table, which `datasets` reads."""
+    try:
+        from datasets import Dataset
+    except ImportError as error:
+        raise MissingExtra("datasets", "train", f"reading tasks from {path.name}") from error
+    if path.suffix == ".csv" and len([line for line in path.read_bytes().splitlines() if line.strip()]) < 2:
+        raise BadTasks(f"{path} can't be read: it has no rows; a task file needs at least one")
+    with TemporaryDirectory() as scratch, _quiet_datasets():
+        # The rows are read once and kept in memory. A copy of them in the user's cache would never be used again.
+        try:
+            return getattr(Dataset, TABLES[path.suffix])(str(path), cache_dir=scratch, keep_in_memory=True)
+        except Exception as error:  # `datasets` raises many types
+            cause: BaseException = error
+            while isinstance(cause.__cause__, Exception):
+                cause = cause.__cause__
+            why = next(iter(str(cause).splitlines()), "") or "no reason given"
+            raise BadTasks(
+                f"{path} can't be read: {type(cause).__name__}: {why}; every row needs the same columns, each of one "
+                "type"
+            ) from error
 
 
-def _fault(text: bytes, line: int, wanted: type = dict) -> str | None:
-    """Return the reason why the text isn't JSON of the wanted type, or None for valid text. `line` is its line number,
-    or 0 if it is the whole file."""
+def _json_rows(path: Path) -> list[object]:
+    """Return the rows of a JSON list, or of a file with one object on each line."""
+    text = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    lines = [(k, line) for k, line in enumerate(text.splitlines(), 1) if line.strip()]
+    by_line = path.suffix == ".jsonl" or text.lstrip().startswith(b"{")
+    remedy = "correct or remove the line, since every line must be one JSON object"
+    if not by_line:
+        remedy = "the file must be a JSON list of rows, or one row on each line"
+    try:
+        rows = [_json(line, dict, k) for k, line in lines] if by_line else _json(text, list)
+    except BadTasks as error:
+        raise BadTasks(f"{path} can't be read: {error}; {remedy}") from error
+    if not rows:
+        raise BadTasks(f"{path} can't be read: it has no rows; a task file needs at least one")
+    return rows
+
+
+def _json(text: bytes, wanted: type, line: int = 0) -> Any:
+    """Return what the text holds. `line` is its number, or 0 for a whole file. Raises BadTasks if the text isn't JSON
+    of the wanted type."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
-        return f"line {line or error.lineno} is not JSON (column {error.colno}: {error.msg})"
+        raise BadTasks(f"line {line or error.lineno} is not JSON (column {error.colno}: {error.msg})") from error
     except (ValueError, RecursionError) as error:
-        return f"line {line or 1} is not JSON ({type(error).__name__}: {error})"
-    name = "an object" if wanted is dict else "a list"
-    return None if isinstance(found, wanted) else f"line {line or 1} is not {name}"
+        raise BadTasks(f"line {line or 1} is not JSON ({type(error).__name__}: {error})") from error
+    if not isinstance(found, wanted):
+        raise BadTasks(f"line {line or 1} is not {'an object' if wanted is dict else 'a list'}")
+    return found

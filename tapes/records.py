@@ -68,6 +68,7 @@ class Record(BaseModel):
 class Task(Value):
     """One problem instance. Only the environment and the trainer read `private`."""
 
+    model_config = ConfigDict(allow_inf_nan=False)  # JSON has no NaN, so the tape's task would be another one
     id: str = ""
     """A human-readable name, or an empty string if the source gives none. Groups and splits use `hash` instead."""
     public: JsonValue = None

@@ -27,12 +27,15 @@ from ...envs.rewards import load_rewards, rewarded
 from ...envs.taskset import TASK_FILES, BadTasks, Taskset, hub_tasks, standard_row
 from ...tapes.common.config import Config
 from ...tapes.common.run_async import run_async
+from ...tapes.common.text import counted, logger
 from ...tapes.errors import BadArgument, TapereelError, UsageError
 from ...tapes.records import Task
 from ..episode.agent import Agent, FunctionAgent
 
 if TYPE_CHECKING:
     from ...envs.remote.pool import Pool
+
+log = logger("tasks")
 
 UNNAMED = "<object "
 """Prefix of the name that is recorded for an object that can't be imported by name."""
@@ -89,7 +92,7 @@ class DatasetConfig(Config):
     columns: dict[str, str] = Field(default={})
     """The dataset's column for each new name, such as `{prompt: question, answer: answer}`. The new column `prompt` is
     the public part of the task, and holds a string or chat messages. All other new columns are the private part. If
-    `columns` is empty, the whole row is the private part."""
+    `columns` is empty, each row is a plain value, and `reset` gets the dict."""
 
 
 class TasksConfig(Config):
@@ -102,8 +105,8 @@ class TasksConfig(Config):
     dataset: DatasetConfig = DatasetConfig()
     """How rows of files and datasets become tasks."""
     task_row: str | None = None
-    """`module:name` of a function that turns one row of a file or list into a task. If it is None, the row is the
-    task's private part."""
+    """`module:name` of a function that turns one row of a file or list into a task. If it is None, the row is a plain
+    value."""
 
 
 class SeedConfig(Config):
@@ -297,13 +300,15 @@ def load_tasks(
         raise UsageError(f"tasks: {error}") from error
     if not len(tasks):
         raise UsageError(f"{name} holds no tasks")
+    if tasks.dropped:
+        log.warning(f"tasks: {counted(tasks.dropped, 'equal task')} left out; to try each task 3 times, `attempts=3`?")
     return tasks
 
 
 def _tasks(
     source: Any, name: str, row: Callable[[Any], Any] | None, count: int | None, dataset: DatasetConfig
 ) -> Taskset:
-    if isinstance(source, str) and source.endswith(tuple(TASK_FILES)):
+    if isinstance(source, str) and source.endswith(TASK_FILES):
         return Taskset.load(source, row=row, size=count)
     if isinstance(source, str) and ":" not in source and ("/" in source or Path(source).is_dir()):
         return hub_tasks(source, dataset.split, config=dataset.config, row=row, size=count)

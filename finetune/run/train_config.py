@@ -197,7 +197,7 @@ class TrainConfig(Setup, TrackedConfig):
         if self.loop.corpus is not None and not resume:
             files["loop.corpus.path"] = self.loop.corpus.path
         for setting, name in files.items():
-            if name.endswith(tuple(TASK_FILES)) and not Path(name).is_file():
+            if name.endswith(TASK_FILES) and not Path(name).is_file():
                 raise UsageError(f"{setting}: the file {name} doesn't exist")
         for run in () if resume else filter(None, (self.warm, self.curriculum)):
             Store.open(run.tapes).close()

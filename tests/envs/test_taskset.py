@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import sys
 from collections.abc import Iterator
-from itertools import count, islice
+from datetime import date
+from itertools import count, islice, repeat
 from pathlib import Path
 
+import pandas
 import pytest
 from datasets import Dataset
 from hypothesis import given
@@ -77,12 +80,40 @@ def test_size_takes_so_many_distinct_tasks_of_an_endless_source_and_refuses_to_p
         (lambda a, b: 0, {}, r"lambda.*\b2 arguments\b"),
         ([1], {"size": 0}, r"size.*\b0\b"),
         ([1, {2}], {}, r"item 1\b.*\{2\}.*JSON"),
+        ([1, {"q": [{"day": date(2026, 1, 1)}]}], {}, r"item 1\b.*private\.q\.0\.day is datetime.*JSON"),
+        ([{"q": 1, "a": [0.5, math.nan]}], {}, r"item 0\b.*private\.a\.1 is nan\b.*finite"),
         ([{"q": 1}], {"row": lambda row: Task(public=(1, 2))}, r"item 0\b.*JSON"),
     ],
 )
 def test_what_is_no_source_of_tasks_is_refused_with_its_remedy(source, options, says: str):
     with pytest.raises(UsageError, match=says):
         Taskset(source, **options)
+
+
+def test_a_source_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tapereel.envs.taskset.ENDLESS", 1000)
+    with pytest.raises(BadTasks, match=r"_squares has no end after 1,000 items, 1,000 .*`size`"):
+        Taskset(_squares)
+    with pytest.raises(BadTasks, match=r"1,002 items, 1 .*`size`"):
+        Taskset(repeat(7), size=2)
+    assert len(Taskset(_squares, size=2000)) == 2000
+    assert len(Taskset(list(islice(_squares(), 2000)))) == 2000
+
+
+def test_the_rows_of_a_data_frame_are_tasks():
+    frame = pandas.DataFrame({"prompt": ["1+1?", "6*7?"], "answer": [2, 42], "hint": ["easy", None], "p": [0.5, None]})
+    assert [task.given for task in Taskset(frame)] == [
+        {"prompt": "1+1?", "answer": 2, "hint": "easy", "p": 0.5},
+        {"prompt": "6*7?", "answer": 42, "hint": None, "p": None},
+    ]
+
+
+def test_equal_tasks_that_are_left_out_are_counted_for_the_user(caplog: pytest.LogCaptureFixture):
+    assert len(load_tasks([1, 1, 1])) == 1
+    assert len(load_tasks([1, 2])) == 2
+    (said,) = caplog.messages
+    assert "2 equal tasks" in said
+    assert "attempts=3" in said
 
 
 def test_an_error_in_the_mapping_is_the_callers_own():
@@ -166,7 +197,7 @@ def _to_task(row: dict) -> Task:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
-def test_files_are_read_through_datasets(suffix: str, tmp_path: Path):
+def test_files_are_read_as_datasets_reads_them(suffix: str, tmp_path: Path):
     path = tmp_path / f"sums{suffix}"
 
     source = Dataset.from_list(ROWS)
@@ -203,9 +234,7 @@ def test_a_file_that_changed_is_read_anew(tmp_path: Path):
 
 @pytest.mark.parametrize("names", [{}, {"prompt": "question", "answer": "answer"}])
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder", "object"])
-def test_a_row_of_a_data_set_arrives_as_a_task_whether_or_not_columns_are_named(
-    kind: str, names: dict[str, str], tmp_path: Path
-):
+def test_a_row_is_a_plain_value_unless_columns_are_named(kind: str, names: dict[str, str], tmp_path: Path):
     data = Dataset.from_list([{"question": f"{n}+1", "answer": n + 1} for n in range(3)])
     path = tmp_path / f"data.{kind}"
     {"jsonl": data.to_json, "csv": data.to_csv, "parquet": data.to_parquet, "folder": data.save_to_disk}.get(
@@ -213,11 +242,26 @@ def test_a_row_of_a_data_set_arrives_as_a_task_whether_or_not_columns_are_named(
     )(path)
     loaded = load_tasks(data if kind == "object" else str(path), dataset=DatasetConfig(columns=names))
     for n, task in enumerate(loaded):
-        begun = task.given
-        assert isinstance(begun, Task)
-        assert isinstance(begun.private, dict)
-        assert begun.private["answer"] == n + 1
-    assert load_tasks([{"answer": 1}])[0].given == {"answer": 1}, "a value of Python stays that value"
+        if names:
+            assert task.given == task == Task(public={"prompt": f"{n}+1"}, private={"answer": n + 1})
+        else:
+            assert task.given == {"question": f"{n}+1", "answer": n + 1}
+            assert task == Task.of(task.given), "a list of the same dicts gives the same task"
+
+
+LINES = """
+{"answer": 1, "when": "2026-01-01", "at": "2026-01-01T10:00:00Z"}
+{"answer": 2.5, "n": 9007199254740993}
+{"answer": "one", "when": null}
+"""
+
+
+@pytest.mark.parametrize("kind", ["a.jsonl", "lines.json", "list.json"])
+def test_values_of_json_files_are_those_of_json(kind: str, tmp_path: Path):
+    path, rows = tmp_path / kind, [json.loads(line) for line in LINES.strip().splitlines()]
+    path.write_text(json.dumps(rows) if kind == "list.json" else LINES)
+    given = [task.given for task in load_tasks(str(path))]
+    assert json.dumps(given) == json.dumps(rows), "not even 1 became 1.0"
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -225,10 +269,10 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: pyte
         Taskset.load(tmp_path / "t.txt")
     with pytest.raises(BadTasks, match=r"t\.jsonl$"):
         Taskset.load(tmp_path / "t.jsonl")
-    (tmp_path / "t.jsonl").write_text('{"n": 1}')
+    (tmp_path / "t.csv").write_text("n\n1")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtra, match=r"tapereel\[train\]"):
-        Taskset.load(tmp_path / "t.jsonl")
+        Taskset.load(tmp_path / "t.csv")
 
 
 @pytest.mark.parametrize(
@@ -268,7 +312,7 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path):
 
 def test_a_row_that_makes_no_task_is_named_with_its_file(tmp_path: Path):
     (tmp_path / "t.jsonl").write_text('{"q": 1}\n{"q": 2, "z": 3}\n')
-    with pytest.raises(BadTasks, match=r"t\.jsonl: item 0: .*'a'.*'q', 'z'"):
+    with pytest.raises(BadTasks, match=r"t\.jsonl: item 0: .*'a'.*'q'$"):
         Taskset.load(tmp_path / "t.jsonl", row=columns("a"))
 
 
