@@ -248,6 +248,11 @@ class Environment(Generic[ActionT, TaskT]):
     rng: random.Random
     """The episode's random generator. The rollout seeds it before `reset`, with the same seed for a whole group."""
 
+    def check_task(self, task: Task) -> str | None:
+        """Raise an error if no episode could begin with this task. A run calls this method for each task before the
+        first episode, on an instance that no episode uses. The text that it returns, if any, is shown to the user
+        once."""
+
     async def acquire(self) -> None:
         """Wait until the episode can begin, for example until a process is free. The time limit for this wait is
         `Limits.system_seconds`, not `Limits.environment_seconds`."""

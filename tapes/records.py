@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from functools import partial
 from typing import Any, Literal, cast, get_args
@@ -63,6 +63,12 @@ class Record(BaseModel):
         """Return the record as compact JSON, with its fields in the order of the class. These bytes are written, and
         the digest is computed from them."""
         return to_json(self, inf_nan_mode="strings")
+
+
+def answer_key(part: Mapping[str, JsonValue]) -> str | None:
+    """Return the key that holds the right answer in a part of a task. None if there is none."""
+    names = ("answer", "solution", "target", "reference")
+    return next((name for name in names if part.get(name) is not None), None)
 
 
 class Task(Value):
@@ -123,10 +129,11 @@ class Task(Value):
 
     @property
     def expected(self) -> JsonValue:
-        """The right answer, or None if it isn't known. It is `answer` or else `reference` of a private part that is an
-        object. Any other private part is the answer if the task has a public part; without one it may be a seed."""
+        """The right answer, or None if it isn't known. If the private part is an object, it is the field that is named as
+        an answer (see `answer_key`). Any other private part is the answer if the task has a public part; without one it
+        may be a seed."""
         if isinstance(self.private, dict):
-            return self.private.get("answer", self.private.get("reference"))
+            return self.private.get(answer_key(self.private) or "")
         return None if self.public is None else self.private
 
     @property

@@ -21,7 +21,7 @@ from pydantic import Field, JsonValue
 
 from ...envs.adapters.tools import ToolEnvironment
 from ...envs.blocking import in_thread
-from ...envs.environment import Environment, EnvironmentFactory, first_use
+from ...envs.environment import AnyEnvironment, Environment, EnvironmentFactory, first_use
 from ...envs.load_named import load_function, load_named, not_loaded, raised
 from ...envs.rewards import load_rewards, rewarded
 from ...envs.taskset import TASK_FILES, BadTasks, Taskset, hub_tasks, standard_row
@@ -63,15 +63,30 @@ class LoadedSetup:
     env: EnvironmentFactory
     pool: Pool | None = field(default=None, kw_only=True)
     tasks: Taskset
-    pixels: str | None = field(default=None, kw_only=True)
-    """Name of the environment's class, if this class declares that it shows pictures (`Environment.pixels`)."""
-    tools: bool = field(default=False, kw_only=True)
-    """Whether the environment is known to offer tools."""
+    sample: AnyEnvironment = field(kw_only=True)
+    """An instance that is already closed."""
+
+    @property
+    def tools(self) -> bool:
+        """Whether the environment is known to offer tools."""
+        return isinstance(self.sample, ToolEnvironment)
 
     @property
     def shows(self) -> str | None:
         """A sentence that names a task or the environment that shows pictures. None if neither is known to show any."""
-        return shown_by(self.tasks) if self.pixels is None else f"the environment {self.pixels} shows pictures"
+        name = type(self.sample).__name__
+        return f"the environment {name} shows pictures" if self.sample.pixels else shown_by(self.tasks)
+
+    def check_tasks(self, tasks: Iterable[Task]) -> None:
+        """Raise UsageError for a task that no episode can begin with. Log once what is taken from the tasks."""
+        said: dict[str | None, int] = {}
+        for k, task in enumerate(tasks):
+            try:
+                said.setdefault(self.sample.check_task(task), k)
+            except (TypeError, ValueError, TapereelError) as error:
+                raise UsageError(f"task {k} {f'({task.id}) ' * bool(task.id)}can't be used: {error}") from error
+        for sentence in list(filter(None, said))[:3]:  # rows of many forms fill no screen
+            log.warning(f"tasks: {sentence}")
 
     def __enter__(self) -> Self:
         return self
@@ -162,8 +177,8 @@ class Setup(TasksConfig, SeedConfig):
         rewards = load_rewards(self.rewards)
         made_env = pool or made_env
         made_env = made_env if rewards is None else rewarded(made_env, rewards)
-        pixels, tools = type(sample).__name__ if sample.pixels else None, isinstance(sample, ToolEnvironment)
-        loaded = LoadedSetup(made_agent, made_env, made_tasks, pool=pool, pixels=pixels, tools=tools)
+        loaded = LoadedSetup(made_agent, made_env, made_tasks, pool=pool, sample=sample)
+        loaded.check_tasks(made_tasks)
         return self.model_copy(update=names), loaded
 
     def _source(self, key: str, passed: Any) -> tuple[Any, str]:

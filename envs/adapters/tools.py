@@ -44,6 +44,7 @@ from ...tapes.records import Message
 from ...tapes.steps import PLACES, Prompt, content_parts, place_of
 from ..blocking import CallThread, in_thread
 from ..environment import Effect, Environment, EnvironmentFault, Outcome
+from ..questions import Question, as_messages, question, question_part, taken
 from ..taskset import SHOWN
 
 SECONDS = 30.0
@@ -333,15 +334,21 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
         """The tools by name. `reset` adds the tools from sources."""
         self.effect = worst([*(t.effect for t in self._given), *(s.effect for s in self._sources)])
 
-    async def prompt(self, task: Task) -> str:
-        """Return the question to the agent.
+    async def prompt(self, task: Task) -> Question:
+        """Return the question to the agent, as text or as chat messages.
 
-        By default, the question is the task's public part, or the `prompt` in it (see the setting `dataset.columns`).
+        By default, it is the task's public part, or the plain value: text, chat messages, or the value of `prompt`,
+        `question`, `problem`, `input` or `messages` in a dict.
         """
-        public = task.filled(task.public)
-        if isinstance(public, dict) and (set(public) == {"prompt"} or _shown(public)):
-            public = public["prompt"]
-        return as_text(public)
+        return question(*question_part(task))
+
+    def check_task(self, task: Task) -> str | None:
+        own = type(self).prompt, type(self).reset
+        if own != (ToolEnvironment.prompt, ToolEnvironment.reset):  # the task is read by other rules
+            return None
+        part, public = question_part(task)
+        question(part, public)
+        return None if public else taken(part)
 
     async def answered(self, text: str) -> Outcome:
         """Return the outcome of an answer. By default the episode ends without a score."""
@@ -352,17 +359,13 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
         opened = await asyncio.gather(*(source.open() for source in self._sources))
         self.tools = _by_name([*self._given, *(t for tools in opened for t in tools)])
         self.effect = worst(t.effect for t in self.tools.values())
-        text, tools = await self._own(self.prompt, self.task), tuple(t.schema for t in self.tools.values())
+        asked, tools = await self._own(self.prompt, self.task), tuple(t.schema for t in self.tools.values())
         sources = tuple(dict(said) for source in self._sources if (said := getattr(source, "described", None)))
-        public = self.task.filled(self.task.public)
-        messages = public.get("prompt") if isinstance(public, dict) else None
-        # These are chat messages, which the model reads as they are.
-        given: list[Message] = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-        shown, pictures = await with_pictures(given or [{"role": "user", "content": text}], public)
-        if not isinstance(messages, list) and not pictures:
-            return ToolOffer(text=text, tools=tools, sources=sources)
-        text = text_of(given[-1]) if given else text
-        return Prompt(text=text, messages=tuple(shown), tools=tools, sources=sources, pictures=tuple(pictures))
+        messages, pictures = await with_pictures(as_messages(asked), question_part(self.task)[0])
+        if isinstance(asked, str) and not pictures:
+            return ToolOffer(text=asked, tools=tools, sources=sources)
+        text = asked if isinstance(asked, str) else text_of(asked[-1])
+        return Prompt(text=text, messages=tuple(messages), tools=tools, sources=sources, pictures=tuple(pictures))
 
     async def step(self, action: ToolCalls | Answer) -> Outcome:
         if isinstance(action, Answer):

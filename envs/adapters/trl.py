@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from pydantic import JsonValue
@@ -44,6 +44,7 @@ from ...tapes.pictures import Visual
 from ...tapes.steps import Prompt, content_parts, place_of
 from ..blocking import in_thread
 from ..environment import Effect, Outcome
+from ..questions import Question, as_messages, question, question_key, question_part, taken
 from ..rewards import Rewards, RewardSource, Scored
 from ..taskset import SHOWN, prompt_part
 from .tools import ToolEnvironment, as_parts, tool, with_pictures
@@ -67,7 +68,8 @@ def trl_row(row: Mapping[str, JsonValue]) -> Task:
             f"a row needs a column `prompt`, a string or a list of messages; this is {has}. If `reset` returns the "
             "whole prompt, set it to None"
         )
-    _messages(row["prompt"])
+    if row["prompt"] is not None:
+        question(dict(row))
     public = {k: prompt_part(k, v) for k, v in row.items() if k in ("prompt", *SHOWN)}
     return Task.model_validate({"public": public, "private": {k: v for k, v in row.items() if k not in public}})
 
@@ -112,6 +114,19 @@ class TRLEnvironment(ToolEnvironment):
         if sources:
             self.rewards = Rewards(sources)
 
+    def check_task(self, task: Task) -> str | None:
+        if type(self).reset is not TRLEnvironment.reset:  # the task is read by another rule
+            return None
+        self._asked(task)
+        return taken(task.private) if task.bare else None
+
+    def _asked(self, task: Task) -> Question:
+        """Return the question, which is empty if the row's `prompt` is None, since `reset` returns it then."""
+        part, public = question_part(task)
+        if isinstance(part, dict) and "prompt" in part and question_key(part) is None:
+            return ""
+        return question(part, public)
+
     async def reset(self, task: object) -> Prompt:
         self.task = Task.of(task)
         row = row_of(self.task)
@@ -121,7 +136,10 @@ class TRLEnvironment(ToolEnvironment):
             names = [name for name, _ in members if not name.startswith("_") and name not in _NOT_TOOLS]
             self.tools = {name: tool(getattr(self._instance, name), effect=self.effect) for name in names}
             addition = await self._own(self._instance.reset, **row)
-        messages, pictures = await with_pictures(_messages(row.get("prompt")), self.task.filled(self.task.public))
+        asked = self._asked(self.task)
+        messages, pictures = await with_pictures(as_messages(asked), question_part(self.task)[0])
+        if not asked and addition is None:
+            raise BadArgument("the row's `prompt` is None, and no `reset` returns the prompt: set it")
         if addition is not None:
             messages[-1], more = await _extended(messages[-1], addition, self._instance)
             pictures += more
@@ -175,7 +193,8 @@ def trl_reward(function: TRLReward, *, weight: float = 1.0, pure: bool = True) -
 
 async def _score(function: TRLReward, tape: Tape, environments: list[Any] | None) -> Scored | None:
     row, messages = row_of(tape.begin.task), _conversation(tape)
-    prompt, completion = row.get("prompt", tape.task), cast(Any, messages)
+    prompt = row.get(question_key(row) or "prompt", question_part(tape.begin.task)[0])
+    completion = cast(Any, messages)
     if isinstance(prompt, str):  # a tool's result is never the model's answer
         completion = messages[-1]["content"] if messages and messages[-1]["role"] == "assistant" else ""
     logged: dict[str, dict[str, JsonValue]] = {}
@@ -290,25 +309,6 @@ async def _extended(last: Message, addition: Any, instance: Any) -> tuple[Messag
     shown = [part for part in parts if not isinstance(part, str)]
     after = [{"type": "text", "text": part} if isinstance(part, str) else place_of(part) for part in parts]
     return {**last, "content": [*before, *after]}, shown
-
-
-def _messages(prompt: Any) -> list[Message]:
-    messages = [{"role": "user", "content": prompt or ""}] if prompt is None or isinstance(prompt, str) else prompt
-    chat = isinstance(messages, Sequence) and all(is_message(m) or content_parts(m) for m in messages)
-    if not chat or not messages:
-        raise BadArgument(
-            f"the prompt {prompt!r:.80} is neither a string nor a list of messages with `role` and string `content`"
-        )
-    return [dict(message) for message in messages]
-
-
-def is_message(message: object) -> bool:
-    """Return whether TRL's trainer accepts `message` as a chat message, with `role` and string `content`."""
-    return (
-        isinstance(message, Mapping)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
-    )
 
 
 def _as_message(action: Action) -> Message:

@@ -73,6 +73,8 @@ class LoadedRun:
         """Load the models and the recipe for a run in `out`. `setup` has the agent, the environment and the tasks.
         Raises UsageError if any of them can't be used together."""
         train_tasks, held_out = _split_tasks(setup.tasks, config.evaluation, config.dataset)
+        if config.evaluation.tasks is not None:
+            setup.check_tasks(held_out)
         scene = Scene(setup.agent, setup.env, train_tasks, held_out, shows=setup.shows or shown_by(held_out))
         recipe = get_recipe(config.loop.recipe, config.loop.changes, run=None if ranks.rank else out)
         recipe = cast(Recipe, ranks.broadcast(recipe))

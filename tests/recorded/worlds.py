@@ -73,6 +73,9 @@ class Division(ToolEnvironment):
     def __init__(self) -> None:
         super().__init__([divide])
 
+    async def prompt(self, task: object) -> str:
+        return "null"  # what commit 9dc43d5 showed for a string
+
     async def answered(self, text: str) -> tr.Outcome:
         return tr.Outcome(reward=score(text), terminated=True)
 

@@ -477,6 +477,9 @@ def test_limits_of_the_rollout_hold_for_tools():
     assert (tape.status, tape.cause.type) == (Status.ERROR, CauseType.ENVIRONMENT)  # type: ignore[union-attr]
 
 
+SUM = Task(public="1+2?", private="3")
+
+
 @pytest.mark.parametrize(
     ("said", "limits", "how"),
     [
@@ -487,14 +490,14 @@ def test_limits_of_the_rollout_hold_for_tools():
 )
 def test_an_episode_that_never_answers_is_scored_as_the_empty_answer(said: str, limits: Limits, how: str) -> None:
     """Unscored it would leave its group, and calling tools for ever would never be punished."""
-    tape = asyncio.run(rollout(ChatAgent(), Sums, Task(private="3"), engine=ScriptedEngine([said] * 9), limits=limits))
+    tape = asyncio.run(rollout(ChatAgent(), Sums, SUM, engine=ScriptedEngine([said] * 9), limits=limits))
     assert tape.status in (Status.LIMIT, Status.ERROR)
     assert tape.cause is not None
     assert (tape.cause.type, tape.reward, tape.trains) == (how, 0.0, True)
 
 
 def test_an_answer_is_scored_once() -> None:
-    tape = asyncio.run(rollout(ChatAgent(), Sums, Task(private="3"), engine=ScriptedEngine(["3"])))
+    tape = asyncio.run(rollout(ChatAgent(), Sums, SUM, engine=ScriptedEngine(["3"])))
     assert [(reward.step, reward.value) for reward in tape.rewards] == [(1, 1.0)]
 
 
