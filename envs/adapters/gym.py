@@ -1,6 +1,6 @@
 """Adapter for gymnasium environments.
 
-Discrete and text spaces work without a codec, as do tuples, dicts and arrays of discrete spaces. For other spaces
+Discrete and text spaces work without a codec, as do arrays of integers, and tuples and dicts of these. For other spaces
 (boxes of floats, images), pass functions that convert observations and actions. The initial state is seeded from
 `self.rng`, so it is the same for all episodes in a group. gymnasium is imported when an environment is made.
 """
@@ -8,10 +8,12 @@ Discrete and text spaces work without a codec, as do tuples, dicts and arrays of
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pydantic import JsonValue
+from pydantic import Field, JsonValue
 from pydantic_core import to_json
 
 from ...tapes import Picture
@@ -24,8 +26,9 @@ from ..environment import Environment, Outcome
 if TYPE_CHECKING:
     from gymnasium import Env, Space
 
-Observe = Callable[[Any, Any], Observation]
-"""Converts gymnasium's observation to the agent's. The second argument is the gymnasium environment, for `render`."""
+Observe = Callable[..., Observation]
+"""Converts gymnasium's observation to the agent's. The second argument is the gymnasium environment, for `render`. A
+third parameter, if it is called `info`, gets gymnasium's `info`, for example for an action mask."""
 Act = Callable[[Any, Any], Any]
 """Converts an action to the argument of `env.step`. The second argument is the gymnasium environment. If the function
 raises ValueError, `env.step` is not called, and the agent sees the message as a `GymRefusal`."""
@@ -34,15 +37,20 @@ raises ValueError, `env.step` is not called, and the agent sees the message as a
 class GymObservation(Observation, kind="gym_observation"):
     """An observation from a gymnasium environment, as JSON values."""
 
+    text: str = Field(default="", exclude_if=operator.not_)
+    """The task's public text, in the first observation."""
     value: JsonValue
 
     def __str__(self) -> str:
-        return self.value if isinstance(self.value, str) else to_json(self.value).decode()
+        value = self.value if isinstance(self.value, str) else to_json(self.value).decode()
+        return f"{self.text}\n{value}" if self.text else value
 
 
 class GymPicture(Observation, kind="gym_picture"):
     """The rendered frame of a gymnasium environment (`pixels=True`)."""
 
+    text: str = Field(default="", exclude_if=operator.not_)
+    """The task's public text, in the first observation."""
     picture: Picture
 
 
@@ -72,9 +80,10 @@ class GymEnvironment(Environment[Action]):
     """A gymnasium environment, such as `GymEnvironment("FrozenLake-v1", is_slippery=False)`.
 
     The first argument is an id or a factory function: `GymEnvironment(make)`. A task is None, an int or a dict. An int
-    is the seed for gymnasium's `reset`. A task without a seed gets one from `self.rng`. A dict holds the options for
-    `reset`. Its key `seed` may hold the seed. Its key `make` may hold arguments for `gymnasium.make`, which override
-    the constructor's. Every step is scored. An action outside the action space gets the reward 0.0 and a `GymRefusal`.
+    is the seed for gymnasium's `reset`. A task without a seed gets one from `self.rng`. A dict may have the keys
+    `seed`, `options` (for `reset`) and `make` (arguments for `gymnasium.make`, which override the constructor's). The
+    parts of a `Task` are read alike, and a public text begins the first observation. Every step is scored. An action
+    outside the action space gets the reward 0.0 and a `GymRefusal`.
     """
 
     blocking = True
@@ -119,14 +128,24 @@ class GymEnvironment(Environment[Action]):
 
     async def reset(self, task: object) -> Observation:
         """Start an episode. The gymnasium environment is made at the first call, and if the task has another `make`."""
-        seed, options, make = _start(task)
+        text, start = _start(task)
+        seed, options, make = start.get("seed"), start.get("options"), start.get("make") or {}
         if self._env is None or make != self._env_make:
             await self.close()
             self._env = None
             self._env, self._env_make = self._made(make), make
         seed = self.rng.getrandbits(31) if seed is None else seed
-        observation, _ = self._env.reset(seed=seed, options=options)
-        return self._shown(observation)
+        first = self._shown(*self._env.reset(seed=seed, options=options))
+        said = getattr(first, "text", None)
+        if text and not isinstance(said, str):
+            raise CodecNeeded(
+                f"the task's text {text!r:.80} has no place in {type(first).__qualname__}: let `observe` return Text"
+            )
+        return first.model_copy(update={"text": f"{text}\n{said}" if said else text}) if text else first
+
+    def check_task(self, task: Task) -> None:
+        if type(self).reset is GymEnvironment.reset:
+            _start(task)
 
     async def step(self, action: Action) -> Outcome:
         try:
@@ -136,11 +155,11 @@ class GymEnvironment(Environment[Action]):
             return Outcome(GymRefusal(problem=str(error)), reward=0.0)
         observation, reward, terminated, truncated, info = self._env.step(native)
         return Outcome(
-            self._shown(observation),
+            self._shown(observation, info),
             reward=float(reward),
             terminated=bool(terminated),
             truncated=bool(truncated),
-            metrics={name: float(info[name]) for name in self.metrics if name in info},
+            metrics={name: _number(name, info[name]) for name in self.metrics if name in info},
         )
 
     async def close(self) -> None:
@@ -154,7 +173,14 @@ class GymEnvironment(Environment[Action]):
                     f"the task has arguments of gymnasium.make {sorted(make)}, but a function makes this environment: "
                     "name the environment by its id, or remove them from the task's `make`"
                 )
-            return self.env()
+            made: Any = self.env()
+            if hasattr(made, "num_envs"):  # gymnasium.vector.VectorEnv
+                made.close()
+                raise TypeError(
+                    f"{type(made).__qualname__} is {made.num_envs} environments at once, and an episode needs one: use "
+                    "gymnasium.make; a run plays several episodes at once by itself"
+                )
+            return made
         import gymnasium
 
         if not make:
@@ -168,9 +194,10 @@ class GymEnvironment(Environment[Action]):
                 f"{type(error).__name__}: {error}; correct the task's `make`"
             ) from error
 
-    def _shown(self, observation: Any) -> Observation:
+    def _shown(self, observation: Any, info: Mapping[str, Any]) -> Observation:
         if self.observe is not None:
-            return self.observe(observation, self._env)
+            more = {"info": info} if "info" in inspect.signature(self.observe).parameters else {}
+            return self.observe(observation, self._env, **more)
         if self.pixels:
             frame = self._env.render()
             if frame is None or isinstance(frame, list | str):
@@ -202,7 +229,7 @@ def plain(value: object, space: Space) -> JsonValue:
         return int(element)
     if isinstance(space, spaces.Text):
         return str(element)
-    if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary):
+    if _holds_integers(space):
         return element.tolist()
     if isinstance(space, spaces.Tuple):
         return [plain(part, of) for part, of in zip(element, space.spaces, strict=True)]
@@ -222,19 +249,37 @@ def native(value: JsonValue, space: Space) -> object:
         return value
     if isinstance(space, spaces.Text) and isinstance(value, str):
         return value
-    if isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary) and isinstance(value, list):
+    if _holds_integers(space):
         return _whole(value, space)
     if isinstance(space, spaces.Tuple) and isinstance(value, list) and len(value) == len(space.spaces):
         return tuple(native(part, of) for part, of in zip(value, space.spaces, strict=True))
     if isinstance(space, spaces.Dict) and isinstance(value, dict) and value.keys() == space.spaces.keys():
         return {key: native(part, space.spaces[key]) for key, part in value.items()}
-    known = spaces.Discrete, spaces.Text, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Tuple, spaces.Dict
-    if not isinstance(space, known):
+    if not isinstance(space, spaces.Discrete | spaces.Text | spaces.Tuple | spaces.Dict):
         raise CodecNeeded(f"the action space {space} has no plain form. Pass a codec: act=lambda action, env: ...")
     raise _no_action(value, space)
 
 
-def _whole(value: list[JsonValue], space: Any) -> Any:
+def _holds_integers(space: Any) -> bool:
+    """Return whether the elements are arrays of integers. An array of `uint8` with several axes is an image."""
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Box):
+        return space.dtype.kind in "iu" and (len(space.shape) < 2 or space.dtype != "uint8")
+    return isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`metrics` names info[{name!r}], which is {value!r:.80} and not a number: show it to the agent with "
+            "observe=lambda observation, env, info: ..."
+        ) from error
+
+
+def _whole(value: JsonValue, space: Any) -> Any:
     import numpy as np
 
     try:
@@ -250,21 +295,19 @@ def _no_action(value: JsonValue, space: Any) -> ValueError:
     return ValueError(f"{to_json(value).decode()} isn't a valid action; the actions are {space}")
 
 
-def _start(task: object) -> tuple[int | None, dict[str, Any] | None, dict[str, Any]]:
-    """Return the seed and the options for `env.reset`, and the task's own arguments for `gymnasium.make`."""
-    value = task.private if isinstance(task, Task) else task
-    if value is None:
-        return None, None, {}
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value, None, {}
-    if isinstance(value, dict):
-        options: dict[str, Any] = dict(value)
-        seed, make = options.pop("seed", None), options.pop("make", {})
-        if not isinstance(make, dict):
+def _start(task: object) -> tuple[str, dict[str, Any]]:
+    """Return the public text, and the `seed`, `options` and `make` of a task. Raises TypeError if it has more."""
+    given = Task.of(task)
+    text, start = given.public if isinstance(given.public, str) else "", dict[str, Any]()
+    for part in (None if text else given.public, given.private):
+        found: Any = {"seed": part} if isinstance(part, int) and not isinstance(part, bool) else part
+        if found is None:
+            continue
+        wrong = not isinstance(found, dict) or found.keys() - {"seed", "options", "make"} or found.keys() & start.keys()
+        if wrong or not all(isinstance(found.get(key) or {}, dict) for key in ("options", "make")):
             raise TypeError(
-                f"`make` of a GymEnvironment task must be a dict of gymnasium.make's arguments, not {make!r:.80}"
+                f"a GymEnvironment task must be None, an int (seed), or a dict with `seed`, `options` (a dict for "
+                f"reset) and `make` (a dict of gymnasium.make's arguments), not {found!r:.80}"
             )
-        return seed, options or None, make
-    raise TypeError(
-        f"a GymEnvironment task must be None, an int (seed) or a dict (options of reset), not {value!r:.80}"
-    )
+        start |= found
+    return text, start

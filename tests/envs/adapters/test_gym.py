@@ -8,16 +8,20 @@ import random
 import re
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+import tapereel as tr
 from tapereel.agents import ChatAgent, Limits, ScriptedEngine, rollout
 from tapereel.envs import CodecNeeded, GymAction, GymEnvironment, GymObservation, GymRefusal, check_env
 from tapereel.envs.adapters.gym import GymPicture
 from tapereel.tapes import MissingExtra, Status, Task, Text
+from tapereel.tapes.errors import UsageError
+from tapereel.tapes.steps import parts_of
 
 from ...agents.worlds import Guess
 
@@ -79,13 +83,88 @@ def test_the_start_comes_from_the_environments_seed_or_from_the_task():
     assert [_hand(None, 1)] * 3 == [_hand(None, 1) for _ in range(3)]
     assert len({str(_hand(None, seed)) for seed in range(20)}) > 5
     assert _hand(7, 1) == _hand(7, 2) == _hand({"seed": 7}, 3) == _hand(Task(private=7), 4)
+    assert _hand(7, 1) == _hand(Task(public=7), 5) == _hand(Task(public={"seed": 7}), 6)
     assert len({str(_hand(seed, 0)) for seed in range(20)}) > 5
 
 
 def test_a_task_of_another_shape_is_refused():
-    for wrong in ("7", True, 1.5, [1]):
+    for wrong in ("7", True, 1.5, [1], {"Seed": 1}, {"seed": 1, "low": 0.1}, {"options": 1}):
         with pytest.raises(TypeError, match=f"GymEnvironment.*{re.escape(repr(wrong))}"):
             _started(GymEnvironment("Blackjack-v1"), wrong)
+    for task in (Task(public={"seed": 1}, private=2), Task(public="Play.", private="Play."), Task(public={"sed": 1})):
+        with pytest.raises(TypeError, match="GymEnvironment"):
+            _started(GymEnvironment("Blackjack-v1"), task)
+
+
+def test_such_a_task_is_refused_before_the_run(tmp_path: Path):
+    with pytest.raises(UsageError, match=r"task 1 .*GymEnvironment.*\{'sed': 1\}"):
+        tr.run(ChatAgent(), lambda: GymEnvironment("Blackjack-v1"), [1, {"sed": 1}], ["1"], out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_gymnasiums_own_names_give_seed_and_options():
+    tilt = {"observe": lambda seen, env: Text(text=str(float(seen[2])))}
+    starts = []
+    for options in ({"low": -0.001, "high": 0.001}, None):
+        env, first = _started(GymEnvironment("CartPole-v1", **tilt), {"seed": 1, "options": options})
+        starts.append(abs(float(first.text)))
+        asyncio.run(env.close())
+    assert starts[0] < 0.001 < starts[1]
+
+
+def test_a_public_text_begins_the_first_observation():
+    play = Task(public="Balance the pole!", private=1)
+    codec = lambda seen, env: Text(text="seen")  # noqa: E731
+    env, first = _started(GymEnvironment("CartPole-v1", observe=codec), play)
+    assert str(first) == "Balance the pole!\nseen"
+    assert str(_walk(env, 1)[0].observation) == "seen"
+    env, first = _started(GymEnvironment("FrozenLake-v1"), play)
+    assert str(first) == "Balance the pole!\n0"
+    assert first.value == 0
+    asyncio.run(env.close())
+    _, first = _started(GymEnvironment("Painted-v0", pixels=True), play)
+    assert parts_of(first) == ("Balance the pole!", first.picture)
+    with pytest.raises(CodecNeeded, match=r"'Balance the pole!'.*Guess"):
+        _started(GymEnvironment("CartPole-v1", observe=lambda seen, env: Guess(number=1)), play)  # type: ignore
+
+
+def test_info_reaches_a_codec_that_asks_for_it():
+    def moves(seen: Any, env: Any, info: Any) -> Text:
+        return Text(text=f"{seen}: {[k for k, legal in enumerate(info['action_mask']) if legal]}")
+
+    env, first = _started(GymEnvironment("Taxi-v4", observe=moves), 3)
+    assert re.fullmatch(r"\d+: \[\d(, \d)*\]", str(first))
+    assert re.fullmatch(r"\d+: \[\d(, \d)*\]", str(_walk(env, 0)[0].observation))
+    env, _ = _started(GymEnvironment("Taxi-v4", metrics=["action_mask"]), 3)
+    with pytest.raises(TypeError, match=r"'action_mask'.*info: \.\.\."):
+        _walk(env, 0)
+    asyncio.run(env.close())
+
+
+def test_several_environments_at_once_are_refused():
+    made = []
+
+    def several() -> Any:
+        made.append(gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync"))
+        return made[-1]
+
+    with pytest.raises(TypeError, match=r"VectorEnv is 2 environments.*gymnasium\.make;"):
+        _started(GymEnvironment(several))
+    assert made[0].closed
+
+
+def test_a_box_of_integers_is_plain_and_an_image_is_not():
+    s = _spaces()
+    board, image = s.Box(0, 9, (2, 2), np.int64), s.Box(0, 255, (2, 2), np.uint8)
+    grid = Grid(s.Dict({"board": board, "lives": s.Box(0, 255, (1,), np.uint8)}), board, None)
+    grid.shown = {"board": np.array([[1, 2], [3, 4]]), "lives": np.array([3], np.uint8)}
+    env, first = _started(GymEnvironment(lambda: grid))
+    assert first.value == {"board": [[1, 2], [3, 4]], "lives": [3]}
+    _, refused, _ = _walk(env, [[0, 9], [0, 0]], [[0, 10], [0, 0]], [0, 1])
+    assert isinstance(refused.observation, GymRefusal)
+    assert [taken.tolist() for taken in grid.taken] == [[[0, 9], [0, 0]]]
+    with pytest.raises(CodecNeeded, match=r"Box.*pixels=True"):
+        _started(GymEnvironment(lambda: Grid(image, board, np.zeros((2, 2), np.uint8))))
 
 
 def test_a_task_chooses_what_gymnasium_makes():
@@ -160,7 +239,7 @@ def test_plain_spaces_go_in_and_out_as_json():
     observed = s.Dict({"text": s.Text(9), "on": s.MultiBinary(2), "at": place})
     acted = s.Dict({"pick": s.MultiDiscrete([3, 3]), "say": s.Text(5), "both": both})
     grid = Grid(observed, acted, {"text": "hi", "on": np.array([1, 0]), "at": (np.int64(2), np.array([3, 4]))})
-    env, first = _started(GymEnvironment(lambda: grid, metrics=("level", "absent")), {"map": "big"})
+    env, first = _started(GymEnvironment(lambda: grid, metrics=("level", "absent")), {"options": {"map": "big"}})
     assert first == GymObservation(value={"text": "hi", "on": [1, 0], "at": [2, [3, 4]]})
     assert grid.options == {"map": "big"}
     (outcome,) = _walk(env, {"pick": [2, 1], "say": "yes", "both": [5, [0, 1]]})
