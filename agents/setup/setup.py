@@ -65,6 +65,8 @@ class LoadedSetup:
     tasks: Taskset
     sample: AnyEnvironment = field(kw_only=True)
     """An instance that is already closed."""
+    held_out: Taskset | None = field(default=None, kw_only=True)
+    """Held-out tasks that Python code passed."""
 
     @property
     def tools(self) -> bool:
@@ -172,7 +174,7 @@ class Setup(TasksConfig, SeedConfig):
         names = {
             "agent": self._recorded("agent", agent, _name_of),
             "env": self._recorded("env", env, _name_of),
-            "tasks": self._recorded("tasks", tasks, lambda thing: _name_of_tasks(thing, made_tasks)),
+            "tasks": self._recorded("tasks", tasks, lambda thing: name_of_tasks(thing, made_tasks)),
         }
         rewards = load_rewards(self.rewards)
         made_env = pool or made_env
@@ -379,7 +381,7 @@ def _name_of(thing: Any) -> str:
     return f"{UNNAMED}{module}.{path}>"
 
 
-def _name_of_tasks(thing: Any, tasks: Taskset) -> Any:
+def name_of_tasks(thing: object, tasks: Taskset) -> JsonValue | tuple[JsonValue, ...]:
     """Return the value for the tasks in the recorded configuration. A short list of plain values is recorded itself,
     and anything else by a name.
 

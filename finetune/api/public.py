@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,14 +19,17 @@ from ...agents.episode.agent import Agent
 from ...agents.runs.pass_at_k import Scores
 from ...agents.runs.runner import RunConfig
 from ...agents.runs.runner import run as run_config
-from ...agents.setup.setup import AgentSource, EnvSource, TasksSource, load_agent
+from ...agents.setup.setup import AgentSource, EnvSource, TasksSource, load_agent, name_of_tasks
 from ...envs.environment import EnvironmentFactory
+from ...envs.taskset import Taskset
 from ...tapes.common.arguments import check_arguments
 from ...tapes.common.config import load_config
 from ...tapes.common.progress import Progress, silent
+from ...tapes.errors import UsageError
 from .run_handle import Model, Run, engine_settings
 
 Trainable = Annotated[str | Path, "a model's folder or its name on the hub: answers have no weights to train"]
+_HELD_OUT = "evaluation.tasks"
 RecipeName = Annotated[str, "the name of a recipe, as 'my_recipes.py:mine': a resumed run finds it again by its name"]
 
 
@@ -49,7 +53,8 @@ def run(
     for each task. If `resume` is true, the run in `out` continues. `settings` can set any setting of `tapereel run` by
     its dotted key, as in `{"limits.turns": 8}`.
 
-    Raises UsageError, and writes nothing, if an argument is invalid, or if `out` holds a run and `resume` is false.
+    Raises UsageError, and writes nothing, if an argument is invalid, or if `out` holds a run and `resume` is false, or
+    no run and `resume` is true.
     """
     sets = {"attempts": attempts, "seed": seed, **(settings or {})}
     config = _config(RunConfig, model, sets)
@@ -96,7 +101,7 @@ def train(
     recipe: RecipeName | None = None,
     seed: int = 0,
     resume: bool = False,
-    settings: Mapping[str, JsonValue] | None = None,
+    settings: Mapping[str, JsonValue | Taskset] | None = None,
     progress: Progress = silent,
 ) -> Run:
     """Train a model on the agent's episodes. Rollouts continue while the trainer updates the weights.
@@ -104,17 +109,24 @@ def train(
     `model` is a folder in Hugging Face format, or a model on the hub as `org/name` or `org/name@revision`. `updates` is
     the number of updates in the loop. `recipe` is the name of a recipe, such as `grpo`, or `module:name`. `updates` and
     `recipe` have the same defaults as in `tapereel train`. `settings` can set any setting of `tapereel train` by its
-    dotted key, as in `{"loop.optimiser.lr": 1e-3}`. In the returned run, `summary.model` is the folder of the trained
-    model.
+    dotted key, as in `{"loop.optimiser.lr": 1e-3}`. `evaluation.tasks` may be a `Taskset`, such as the second part of
+    `Taskset.split`. In the returned run, `summary.model` is the folder of the trained model.
 
-    Raises UsageError, and writes nothing, if an argument is invalid, or if `out` holds a run and `resume` is false.
+    Raises UsageError, and writes nothing, if an argument is invalid, or if `out` holds a run and `resume` is false, or
+    no run and `resume` is true.
     """
     from ..run.train_config import TrainConfig
 
     named: dict[str, Any] = {"loop.updates": updates, "loop.recipe": recipe}
     sets = {"seed": seed, **{key: value for key, value in named.items() if value is not None}, **(settings or {})}
+    held_out = sets.get(_HELD_OUT)
+    if isinstance(held_out, Taskset):
+        if not len(held_out):
+            raise UsageError(f"{_HELD_OUT} is an empty Taskset: hold out a larger part of the tasks")
+        sets[_HELD_OUT] = name_of_tasks(held_out, held_out)
     config = _config(TrainConfig, model, sets).checked(resume)
     config, setup = config.resolve(agent=agent, env=env, tasks=tasks)
+    setup = replace(setup, held_out=held_out if isinstance(held_out, Taskset) else None)
     from ..run.train_run import train as train_config  # imports torch
 
     folder = _folder(out, agent)

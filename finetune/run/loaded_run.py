@@ -72,7 +72,7 @@ class LoadedRun:
     def of(cls, config: TrainConfig, setup: LoadedSetup, out: Path, ranks: Ranks) -> LoadedRun:
         """Load the models and the recipe for a run in `out`. `setup` has the agent, the environment and the tasks.
         Raises UsageError if any of them can't be used together."""
-        train_tasks, held_out = _split_tasks(setup.tasks, config.evaluation, config.dataset)
+        train_tasks, held_out = _split_tasks(setup.tasks, config.evaluation, config.dataset, setup.held_out)
         if config.evaluation.tasks is not None:
             setup.check_tasks(held_out)
         scene = Scene(setup.agent, setup.env, train_tasks, held_out, shows=setup.shows or shown_by(held_out))
@@ -176,14 +176,15 @@ class LoadedRun:
 
 
 def _split_tasks(
-    tasks: Taskset, config: EvaluationConfig, dataset: DatasetConfig
+    tasks: Taskset, config: EvaluationConfig, dataset: DatasetConfig, held_out: Taskset | None = None
 ) -> tuple[Sequence[Task], Sequence[Task]]:
     """Return the tasks to train on and the held-out tasks. No task is in both. `dataset` has the settings for the tasks
     to train on. Its columns also apply to held-out tasks that have no columns or row function configured."""
     if config.tasks is not None:
-        columns = config.dataset.columns or ({} if config.task_row else dataset.columns)
-        shared = config.dataset.model_copy(update={"columns": columns})
-        held_out = load_tasks(config.tasks, config.task_row, dataset=shared)
+        if held_out is None:
+            columns = config.dataset.columns or ({} if config.task_row else dataset.columns)
+            shared = config.dataset.model_copy(update={"columns": columns})
+            held_out = load_tasks(config.tasks, config.task_row, dataset=shared)
         common = overlap(tasks, held_out)
         if common:
             raise UsageError(

@@ -8,6 +8,7 @@ raised.
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,13 +23,13 @@ from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
 from ...tapes.errors import MissingExtra
 from ...tapes.store.lease import check_free
-from ...tapes.store.run_directory import METRICS, Results, open_run, read_metrics
+from ...tapes.store.run_directory import CONFIG, METRICS, Results, open_run, read_metrics
 from ...tapes.value import Value
 
 try:
     import torch
 
-    from ...tapes.common.stats import mean_of
+    from ...tapes.common.stats import ends_of, mean_of
     from ..loop.history import History
     from ..loop.loop import check_recipe
     from ..trainer.distributed import launched
@@ -67,7 +68,7 @@ class TrainSummary(Value):
     ended_by: EndedBy
     """`stop_at` if the reward on held-out tasks reached `loop.stop_at` before all updates were made."""
     reward: dict[str, float | None]
-    """Mean reward in the `first` five and the `last` five updates of the loop."""
+    """Mean reward in the `first` five and the `last` five updates of the loop (see `ends_of`)."""
     agents: dict[str, dict[str, float | None]]
     """Mean reward in the first and the last five updates for each agent with its own reward (`loop.by_agent`), by
     path."""
@@ -104,7 +105,7 @@ def train(
     on_episode: OnEpisode | None = None,
 ) -> TrainSummary:
     """Train in `out`, or continue the run there with `resume`. Raises UsageError if `out` has a run and `resume` is
-    false.
+    false, or if it has none and `resume` is true. After a restart by torchrun, either is right.
 
     `agent`, `env` and `tasks` are objects to use if the configuration doesn't name them. `setup` is the result of
     `config.checked()` and `resolve`, if the caller has it. Raises UsageError, and writes nothing, if the configuration
@@ -113,6 +114,8 @@ def train(
     and the other ranks only compute their share of each update. Every rank returns the summary. `train` also works
     inside a running event loop.
     """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # torchrun has started the same command again
+        resume = (Path(out) / CONFIG).exists()
     if setup is None:
         config, setup = config.checked(resume).resolve(agent=agent, env=env, tasks=tasks)
     torch.set_num_threads(config.threads)
@@ -247,5 +250,5 @@ def _model(history: History) -> str:
 
 
 def _first_and_last(lines: Sequence[Mapping[str, Any]], key: str) -> dict[str, float | None]:
-    values = [line[key] for line in lines if line.get(key) is not None]
-    return {"first": mean_of(values[:5]), "last": mean_of(values[-5:])}
+    first, last = ends_of([line[key] for line in lines if line.get(key) is not None])
+    return {"first": mean_of(first), "last": mean_of(last)}

@@ -76,6 +76,13 @@ def mean_of(values: Sequence[float]) -> float | None:
     return mean(values) if values else None
 
 
+def ends_of(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the first five and the last five values. Of fewer than ten, return the first and the last half, without
+    the middle one. A single value is a first one."""
+    n = min(5, max(1, len(values) // 2))
+    return values[:n], values[n:][-n:]
+
+
 def variance(values: Sequence[float]) -> float:
     """Return the variance with the divisor n - 1, or NaN for fewer than two values."""
     try:

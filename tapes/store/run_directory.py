@@ -212,9 +212,9 @@ def open_run(
     * A setting in `changes`, if its function allows the change. The file gets the new value.
     * A setting in the groups `engines`, if no episode has a result yet. The file gets the new value.
 
-    Raises UsageError if a run exists at `path` and `resume` is false, if another program wrote the tapes there, or if
-    another process leads the run. Raises ConfigError if the run has a different configuration. The store is sealed when
-    the context ends.
+    Raises UsageError if a run exists at `path` and `resume` is false, or the reverse, if another program wrote the
+    tapes there, or if another process leads the run. Raises ConfigError if the run has a different configuration. The
+    store is sealed when the context ends.
     """
     path = Path(path)
     if path.exists() and not path.is_dir():
@@ -222,6 +222,8 @@ def open_run(
     found = (path / CONFIG).exists()
     if found and not resume:
         raise UsageError(f"{path} holds a run already; continue it with `resume=True`, or choose another (`out=...`)")
+    if resume and not found:
+        raise UsageError(f"{path} holds no run: name its folder (`out=...`), or begin a run without `resume=True`")
     if not found and (path / "tapes").exists():
         raise UsageError(f"{path} holds tapes of another program (it has no {CONFIG}); choose another path (`out=...`)")
     changes = changes or {}

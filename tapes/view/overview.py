@@ -16,7 +16,7 @@ from pydantic import Field
 from ..audit.advice import advice
 from ..audit.faults import Fault, Faults
 from ..common.config_yaml import Group
-from ..common.stats import fixed, mean
+from ..common.stats import ends_of, fixed, mean_of
 from ..errors import OtherVersion, TapereelError
 from ..records import End as EndRecord
 from ..records import Status
@@ -190,7 +190,7 @@ def _facts(
     facts = []
     rewards = [line["reward"] for line in lines if line.get("reward") is not None]
     if rewards:
-        ends = (mean(some) for some in (rewards[:5], rewards[-5:]))
+        ends = map(mean_of, ends_of(rewards))
         facts.append(
             Fact(label="reward of the updates", value=arrow(*ends), note="means of the first and the last five")
         )

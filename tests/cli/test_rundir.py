@@ -107,9 +107,13 @@ def test_a_run_resumes_with_servers_at_other_addresses(tmp_path: Path):
     assert set(named) == {"engine.model", "players.one.engine.model", "rewards"}
 
 
-def test_resuming_what_was_never_begun_begins_it(tmp_path: Path):
-    with open_run(tmp_path / "r", Settings(), resume=True) as run:
-        assert not run.resumed
+def test_a_run_that_was_never_begun_is_not_resumed(tmp_path: Path):
+    with (
+        pytest.raises(UsageError, match=r"r holds no run.*resume=True"),
+        open_run(tmp_path / "r", Settings(), resume=True),
+    ):
+        pass
+    assert not (tmp_path / "r").exists()
 
 
 def test_metrics_have_no_number_that_json_lacks(tmp_path: Path):

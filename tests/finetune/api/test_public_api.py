@@ -215,6 +215,49 @@ def test_training_takes_objects_and_is_reproduced(tmp_path: Path):
     assert run.replay().counts["verified"] == len(run.tapes())
 
 
+def test_held_out_tasks_are_those_that_split_returned(tmp_path: Path):
+    model = tr.save_tiny_model(tmp_path / "model", alphabet="ab", size="micro")
+    tasks = tr.Taskset(["a", "b", "ab", "ba", "aa", "bb"])
+    learned, held_out = tasks[:4], tasks[4:]
+    settings: dict[str, Any] = {"loop.groups": 2, "loop.group_size": 2, "loop.sampling.max_tokens": 1}
+
+    def trained(held_out: tr.Taskset, **more: Any) -> tr.Run:
+        sets = {**settings, "evaluation.tasks": held_out}
+        return tr.train(tr.ChatAgent(), Echo, learned, model, updates=1, out=tmp_path / "run", settings=sets, **more)
+
+    with pytest.raises(UsageError, match=r"evaluation\.tasks.*empty"):
+        trained(tasks[6:])
+    with pytest.raises(UsageError, match="4 of the 6 held-out tasks"):
+        trained(tasks)
+    assert not (tmp_path / "run").exists()
+    run = trained(held_out)
+    assert {tape.begin.task.private for tape in run.tapes("eval-after-sampled")} == {"aa", "bb"}
+    assert {tape.begin.task.private for tape in run.tapes("train")} <= {"a", "b", "ab", "ba"}
+    assert trained(held_out, resume=True).summary.held_out == run.summary.held_out  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match=r"evaluation\.tasks"):
+        trained(held_out[:1], resume=True)
+
+
+def test_only_a_restart_by_torchrun_resumes_or_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = tr.save_tiny_model(tmp_path / "model", alphabet="ab", size="micro")
+    settings = {"loop.groups": 2, "loop.group_size": 2, "loop.sampling.max_tokens": 1, "evaluation.fraction": 0}
+
+    def trained(**more: Any) -> Any:
+        args = (tr.ChatAgent(), Echo, ["a", "b"], model)
+        return tr.train(*args, updates=1, out=tmp_path / "run", settings=settings, **more).summary
+
+    with pytest.raises(UsageError, match=r"typo holds no run.*resume=True"):
+        played(tmp_path / "typo", resume=True)
+    with pytest.raises(UsageError, match=r"run holds no run.*resume=True"):
+        trained(resume=True)
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert trained(resume=True).updates == trained().updates == 1
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    with pytest.raises(UsageError, match=r"run holds a run already.*resume=True"):
+        trained()
+
+
 def test_recording_answers_imports_no_torch(tmp_path: Path):
     code = f"""
 import sys

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapereel.tapes.common.stats import fixed, interval, mean, mean_of, number, total, variance
+from tapereel.tapes.common.stats import ends_of, fixed, interval, mean, mean_of, number, total, variance
 
 ORDINARY = st.lists(st.floats(-1e15, 1e15), min_size=2)
 FINITE = st.lists(st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([1e308, -1e308]), min_size=1)
@@ -57,3 +57,13 @@ def test_ordinary_numbers_keep_their_digits() -> None:
     assert (fixed(0.5), fixed(0.5, "+.3f"), fixed(1234.5, ",.2f"), fixed(None)) == ("0.500", "+0.500", "1,234.50", "-")
     assert (number(0.5), number(2.0), number(1e200), number(None)) == ("0.5", "2", "1e+200", "-")
     assert (interval(0.5, 0.25, 0.75), interval(0.5, None, None)) == ("0.500 [0.250, 0.750]", "0.500")
+
+
+def test_the_ends_of_a_series_have_no_common_value():
+    assert ends_of(range(12)) == (range(5), range(7, 12))
+    assert ends_of(range(5)) == (range(2), range(3, 5))
+    assert [(list(a), list(b)) for a, b in map(ends_of, (range(2), range(1), range(0)))] == [
+        ([0], [1]),
+        ([0], []),
+        ([], []),
+    ]
