@@ -133,7 +133,8 @@ def tool(
     limit: int = CHARACTERS,
     parallel: bool | None = None,
 ) -> Tool:
-    """Make a tool from a function or bound method, whose name, docstring and type hints describe the tool.
+    """Make a tool from a function, a bound method or a callable object, whose name, docstring and type hints describe
+    the tool.
 
     Arguments are validated before the function runs. An async function runs in the event loop, at the same time as
     other calls of its action. The sync tools of an environment run one after the other, in the order of the calls, in
@@ -141,8 +142,12 @@ def tool(
     own. If the time limit is exceeded, the thread is abandoned, because Python can't stop it. An entry under `Args:` in
     the docstring (`name: text`) describes a parameter, as `Annotated[int, Field(description=...)]` does.
     """
-    known = name or getattr(function, "__name__", type(function).__name__)
-    text = description if description is not None else inspect.getdoc(function) or ""
+    source = described = function.func if isinstance(function, partial) else function
+    known = name or getattr(source, "__name__", type(source).__name__)
+    if callable(function) and not inspect.isroutine(function) and not isinstance(function, partial | type):
+        function = function.__call__
+        described = function if function.__doc__ else source
+    text = description if description is not None else inspect.getdoc(described) or ""
     adapter, parameters = _signature(function, known)
     for argument, meaning in _arguments(text).items():
         schema = parameters["properties"].get(argument)

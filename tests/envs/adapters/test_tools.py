@@ -9,6 +9,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -126,6 +127,30 @@ def test_bound_methods_and_models_are_tools_too():
     env = Sums(Shelf().put, where)
     tape = play(env, called(("put", {"book": "b"}), ("where", {"place": {"city": "Rome"}})), "5")
     assert results(tape) == [("put", '["a","b"]', False), ("where", '{"city":"Rome","unit":"m"}', False)]
+
+
+def test_callable_objects_and_partials_are_tools_that_are_named_after_what_they_call():
+    class Counter:
+        """Count."""
+
+        def __init__(self) -> None:
+            self.count = 0
+
+        async def __call__(self, by: int) -> int:
+            self.count += by
+            return self.count
+
+    made = tool(Counter())
+    assert (made.name, made.description, made.parallel, list(made.parameters["properties"])) == (
+        "Counter",
+        "Count.",
+        True,
+        ["by"],
+    )
+    plus_two = tool(partial(add, b=2))
+    assert (plus_two.name, plus_two.description) == ("add", "Add two numbers.\n\nThey may be negative.")
+    tape = play(Sums(Counter()), called(("Counter", {"by": 2}), ("Counter", {"by": 3})), "5")
+    assert results(tape) == [("Counter", "2", False), ("Counter", "5", False)]
 
 
 def test_what_can_be_no_tool_is_refused_with_the_reason():
