@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
-from pydantic import JsonValue, TypeAdapter, ValidationError
+from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs, to_json
 
 from ...tapes import (
@@ -37,7 +37,7 @@ from ...tapes import (
 from ...tapes.common.arguments import check_arguments
 from ...tapes.common.text import storable
 from ...tapes.decoding import DATA_URL
-from ...tapes.errors import BadArgument, BadPicture, MissingExtra
+from ...tapes.errors import BadArgument, BadPicture, MissingExtra, error_message
 from ...tapes.messages import text_of
 from ...tapes.pictures import Visual
 from ...tapes.records import Message
@@ -189,7 +189,8 @@ def _signature(function: Callable[..., object], name: str) -> tuple[TypeAdapter[
             raise BadArgument(
                 f"tool {name}: parameter {parameter.name!r} has no type hint; add one, its schema needs it"
             )
-    adapter: TypeAdapter[Any] = TypeAdapter(cast(Any, function))
+    # Dataclasses and typed dicts take this setting over, and pydantic's models have one of their own.
+    adapter: TypeAdapter[Any] = TypeAdapter(cast(Any, function), config=ConfigDict(extra="forbid"))
     schema = adapter.json_schema()
     for part in schema.get("properties", {}).values():
         part.pop("title", None)
@@ -441,7 +442,7 @@ async def _ask(tool: Tool, arguments: dict[str, JsonValue]) -> tuple[str | Seque
                 "own. Set `blocking = True` in the environment's class and connect in `reset` or `prompt`, or pass "
                 "`check_same_thread=False` to `sqlite3.connect`, since sync tools run one after the other"
             ) from error
-        return f"{type(error).__name__}: {error}", True
+        return ": ".join(filter(None, (type(error).__name__, error_message(error)))), True
 
 
 def _by_name(tools: Iterable[Tool]) -> dict[str, Tool]:

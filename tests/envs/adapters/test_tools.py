@@ -9,6 +9,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -141,14 +142,14 @@ def test_callable_objects_and_partials_are_tools_that_are_named_after_what_they_
             return self.count
 
     made = tool(Counter())
-    assert (made.name, made.description, made.parallel, list(made.parameters["properties"])) == (
-        "Counter",
-        "Count.",
-        True,
-        ["by"],
-    )
-    plus_two = tool(partial(add, b=2))
-    assert (plus_two.name, plus_two.description) == ("add", "Add two numbers.\n\nThey may be negative.")
+    assert (made.name, made.description, made.parallel) == ("Counter", "Count.", True)
+
+    def repeat(text: str, times: int) -> str:
+        """Repeat the text."""
+        return text * times
+
+    twice = tool(partial(repeat, times=2))
+    assert (twice.name, twice.description) == ("repeat", "Repeat the text.")
     tape = play(Sums(Counter()), called(("Counter", {"by": 2}), ("Counter", {"by": 3})), "5")
     assert results(tape) == [("Counter", "2", False), ("Counter", "5", False)]
 
@@ -356,6 +357,19 @@ async def forever() -> None:
     await asyncio.Event().wait()
 
 
+def late() -> None:
+    raise TimeoutError
+
+
+@dataclass
+class Box:
+    width: int
+
+
+def put(box: Box) -> int:
+    return box.width
+
+
 def quits() -> None:
     raise SystemExit(3)
 
@@ -370,12 +384,14 @@ def quits() -> None:
         (("add", {"a": 1, "c": 2}), r"^add\b.* c: Unexpected keyword argument"),
         (("broken", {"a": 1}), "KeyError: 'no such column'"),
         (("sorry", {}), r"^The shop is closed\.$"),
+        (("late", {}), "^TimeoutError$"),
+        (("put", {"box": {"width": 1, "height": 2}}), r"^put\b.* box.height: Unexpected keyword argument"),
         (("quits", {}), "RuntimeError: .*SystemExit: 3"),
         (("forever", {}), r"\bforever\b.*\b0\.01 s"),
     ],
 )
 def test_what_goes_wrong_in_a_tool_is_for_the_agent_to_read(call: tuple[str, dict[str, Any]], says: str):
-    tape = play(Sums(broken, sorry, quits, tool(forever, timeout=0.01)), called(call), "5")
+    tape = play(Sums(broken, sorry, late, put, quits, tool(forever, timeout=0.01)), called(call), "5")
     ((name, content, error),) = results(tape)
     assert (name, error) == (call[0], True)
     assert re.search(says, content)
