@@ -55,6 +55,27 @@ CHARACTERS = 20_000
 _IMAGE_FILE = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|RIFF....WEBP", re.DOTALL)
 """Matches the beginning of the image files that a `Picture` is made from."""
 
+_SECTIONS = re.compile(
+    r"""(?mx) ^[ \t]* (?:
+        (?: Args | Arguments | Parameters | Returns | Yields | Raises ) (?: :[ \t]*$ | [ \t]*\n[ \t]*-{3,}[ \t]*$ )
+        | : (?: param | arg | type | return | rtype | raise ) [^:\n]* : )"""
+)
+"""Matches the beginning of a docstring's section."""
+_STYLES = (
+    # Google: `name (type): text`, indented below `Args:`
+    (
+        r"^(?:Args|Arguments|Parameters):[ \t]*\n((?:[ \t]+.*\n?|\n)*)",
+        r"^[ \t]+(\w+)[ \t]*(?:\([^)]*\))?:[ \t]*(.+(?:\n[ \t]{5,}.+)*)",
+    ),
+    # numpy: `name, name : type` below an underlined heading, and the text indented below it
+    (
+        r"^Parameters[ \t]*\n-{3,}[ \t]*\n((?:(?!.*\n-{3,}).*\n?)*?)(?=\Z|.*\n-{3,})",
+        r"^(\w+(?:,[ \t]*\w+)*)[ \t]*(?::.*)?\n((?:[ \t]+.*\n?|\n)+)",
+    ),
+    # Sphinx: `:param type name: text`
+    (r"(?s)(.*)", r"^:(?:param|arg)\w*[ \t]+(?:[^:\n]*[ \t])?(\w+):[ \t]*(.+(?:\n(?!:).*\S.*)*)"),
+)
+"""Each style of docstrings: how the section of the parameters is found, and in it each entry, (names, text)."""
 
 _run_sync: ContextVar[Callable[..., Awaitable[Any]]] = ContextVar("_run_sync", default=in_thread)
 """Runs a sync tool of the call in progress."""
@@ -139,8 +160,8 @@ def tool(
     Arguments are validated before the function runs. An async function runs in the event loop, at the same time as
     other calls of its action. The sync tools of an environment run one after the other, in the order of the calls, in
     one thread that the environment has for them. With `parallel=True`, each call of a sync tool has a thread of its
-    own. If the time limit is exceeded, the thread is abandoned, because Python can't stop it. An entry under `Args:` in
-    the docstring (`name: text`) describes a parameter, as `Annotated[int, Field(description=...)]` does.
+    own. If the time limit is exceeded, the thread is abandoned, because Python can't stop it. The docstring (in the
+    style of Google, numpy or Sphinx) describes the parameters, and so does `Annotated[int, Field(description=...)]`.
     """
     source = described = function.func if isinstance(function, partial) else function
     known = name or getattr(source, "__name__", type(source).__name__)
@@ -164,7 +185,7 @@ def tool(
     return Tool(
         name=known,
         # The sections of the docstring are left out, because the schema describes the parameters.
-        description=re.split(r"\n\s*(?:Args|Arguments|Parameters|Returns|Raises):\s*\n", text, maxsplit=1)[0].strip(),
+        description=_SECTIONS.split(text, maxsplit=1)[0].strip(),
         parameters=parameters,
         call=call,
         effect=effect,
@@ -198,12 +219,13 @@ def _signature(function: Callable[..., object], name: str) -> tuple[TypeAdapter[
 
 
 def _arguments(text: str) -> dict[str, str]:
-    """Return the description of each entry under `Args:`, by its name."""
-    section = re.search(r"(?:^|\n)(?:Args|Arguments|Parameters):\s*\n(.*?)(?:\n\S|\Z)", text, re.DOTALL)
-    if section is None:
-        return {}
-    entries = re.findall(r"^[ \t]+(\w+)[ \t]*(?:\([^)]*\))?:[ \t]*(.+(?:\n[ \t]{5,}.+)*)", section[1], re.MULTILINE)
-    return {name: " ".join(meaning.split()) for name, meaning in entries}
+    """Return the description of each parameter in the docstring, by its name."""
+    found: dict[str, str] = {}
+    for section, entry in _STYLES:
+        for part in re.findall(section, text, re.MULTILINE):
+            for names, meaning in re.findall(entry, part, re.MULTILINE):
+                found.update(dict.fromkeys(re.findall(r"\w+", names), " ".join(meaning.split())))
+    return found
 
 
 def as_text(result: object) -> str:

@@ -114,6 +114,56 @@ def test_a_functions_hints_and_docstring_are_its_schema():
     assert tool(where, name="locate", description="").schema["function"]["name"] == "locate"  # type: ignore[index]
 
 
+NUMPY = """Pay a bill.
+
+It may be late.
+
+Parameters
+----------
+amount : int
+    What to pay,
+    in cents: at least 1.
+
+    Never twice.
+to, by: {'a', 'b'}, optional
+    A name.
+
+Returns
+-------
+note : str
+    Not a parameter.
+"""
+SPHINX = """Pay a bill.
+
+It may be late.
+
+:param amount: What to pay,
+    in cents: at least 1.
+    Never twice.
+:type amount: int
+:param str to: A name.
+:param dict[str, int] by: A name.
+:returns: Not a parameter.
+:param note: Not of this function.
+"""
+
+
+@pytest.mark.parametrize("docstring", [NUMPY, SPHINX])
+def test_docstrings_of_numpy_and_sphinx_describe_parameters_too(docstring: str):
+    def pay(amount: int, to: str = "", by: str = "", silent: bool = False) -> None: ...
+
+    pay.__doc__ = docstring
+    made = tool(pay)
+    assert made.description == "Pay a bill.\n\nIt may be late."
+    properties: Any = made.parameters["properties"]
+    assert {name: schema.get("description") for name, schema in properties.items()} == {
+        "amount": "What to pay, in cents: at least 1. Never twice.",
+        "to": "A name.",
+        "by": "A name.",
+        "silent": None,
+    }
+
+
 def test_bound_methods_and_models_are_tools_too():
     class Shelf:
         def __init__(self) -> None:
