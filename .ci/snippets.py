@@ -60,8 +60,6 @@ def install(words: list[str]) -> None:
     began = time.monotonic()
     subprocess.run(command, cwd=ROOT, check=True)
     importlib.invalidate_caches()
-    for path in Path(sys.prefix).glob("lib/python*/site-packages/__editable__.*.pth"):
-        exec(path.read_text(encoding="utf-8"))  # as the next start of Python does
     print(f"{shlex.join(words)}: {time.monotonic() - began:.0f} s", flush=True)
 
 

@@ -4,7 +4,7 @@
     python examples/mcp_agent.py serve      is the server, over stdio
 
 With a model: `tapereel run --agent examples/mcp_agent.py:asker --env examples/mcp_agent.py:Codes
---tasks examples/mcp_agent.py:tasks --model MODEL --out runs/codes`. Needs `pip install -e ".[mcp]"`.
+--tasks examples/mcp_agent.py:tasks --model MODEL --out runs/codes`. Needs `pip install ".[mcp]"`.
 """
 
 import asyncio

@@ -10,14 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import JsonValue
 
 from ...agents.engines.embedded.tiny_model import ALPHABET, Size
 from ...agents.episode.agent import Agent
 from ...agents.runs.pass_at_k import Scores
-from ...agents.runs.runner import RunConfig
+from ...agents.runs.runner import RunConfig, RunSummary
 from ...agents.runs.runner import run as run_config
 from ...agents.setup.setup import AgentSource, EnvSource, TasksSource, load_agent, name_of_tasks
 from ...envs.environment import EnvironmentFactory
@@ -27,6 +27,9 @@ from ...tapes.common.config import load_config
 from ...tapes.common.progress import Progress, silent
 from ...tapes.errors import UsageError
 from .run_handle import Model, Run, engine_settings
+
+if TYPE_CHECKING:
+    from ..run.train_run import TrainSummary
 
 Trainable = Annotated[str | Path, "a model's folder or its name on the hub: answers have no weights to train"]
 _HELD_OUT = "evaluation.tasks"
@@ -46,7 +49,7 @@ def run(
     resume: bool = False,
     settings: Mapping[str, JsonValue] | None = None,
     progress: Progress = silent,
-) -> Run:
+) -> Run[RunSummary]:
     """Run the agent on the tasks, and record every episode.
 
     `out` is the run directory. By default, a new directory below `runs/` is made. `attempts` is the number of episodes
@@ -103,7 +106,7 @@ def train(
     resume: bool = False,
     settings: Mapping[str, JsonValue | Taskset] | None = None,
     progress: Progress = silent,
-) -> Run:
+) -> Run[TrainSummary]:
     """Train a model on the agent's episodes. Rollouts continue while the trainer updates the weights.
 
     `model` is a folder in Hugging Face format, or a model on the hub as `org/name` or `org/name@revision`. `updates` is
@@ -135,7 +138,7 @@ def train(
 
 
 @check_arguments
-def open(path: str | Path) -> Run:
+def open(path: str | Path) -> Run[None]:
     """Open the run in the directory `path` (`tapereel.open`). Raises UsageError if it holds no run.
 
     Import the modules that define your steps first. Otherwise, their steps are read as `UnknownThought`,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Generic, get_args
+
+from typing_extensions import TypeVar
 
 from ...agents.episode.agent import Agent
 from ...agents.runs.pass_at_k import Scores
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 
 log = logger("run")
 
+SummaryT = TypeVar("SummaryT", covariant=True, default="RunSummary | TrainSummary | None")
+
 
 class RunAudit(Value):
     """The accounts of a run: how each of its tokens was used, and statistics of its tapes."""
@@ -55,7 +59,7 @@ class RunAudit(Value):
 
 
 @check_arguments
-class Run:
+class Run(Generic[SummaryT]):
     """A run directory. `tapereel.run` and `tapereel.train` return one, and `tapereel.open(path)` opens one.
 
     Each method reads the directory when it is called, so it also works while the run is being written.
@@ -67,7 +71,7 @@ class Run:
         *,
         agent: Agent | None = None,
         env: EnvironmentFactory | None = None,
-        summary: RunSummary | TrainSummary | None = None,
+        summary: SummaryT = None,
     ) -> None:
         """`agent` and `env` are the objects that the run was made with, for `replay` and `branch`. If they are None,
         the agent and environment that `config.yaml` names are used. Raises UsageError if `path` holds no run."""
