@@ -166,8 +166,12 @@ class Supervised:
                 result, error = None, None
                 try:
                     result = await work
-                except KeyboardInterrupt:  # Ctrl-C ends the process
-                    raise
+                except KeyboardInterrupt as raised:  # Ctrl-C ends the loop, and with it the caller
+                    if not getattr(loop, "ending", False):
+                        self._busy, self._task, self._wake = False, None, None
+                        task.add_done_callback(asyncio.Task.exception)  # otherwise, asyncio logs it too
+                        raise
+                    error = RuntimeError(f"it raised {raised!r}")  # would cut off the end of all other code
                 except BaseException as raised:  # the caller gets it
                     error = raised
                 settle(self._process)

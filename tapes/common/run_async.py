@@ -83,11 +83,14 @@ def shared_runner() -> asyncio.Runner:
 def end(runner: asyncio.Runner, *first: asyncio.Task[object]) -> None:
     """Close the runner's loop. This waits for the `first` tasks without a limit, and then at most `GRACE` seconds for
     other tasks and `THREADS` seconds for threads."""
+    loop = runner.get_loop()
+    assert isinstance(loop, SharedLoop)
+    loop.ending = True
     try:
-        complete(runner, runner.get_loop().create_task(_end(*first)))
+        complete(runner, loop.create_task(_end(*first)))
     finally:
         asyncio.set_event_loop(None)
-        runner.get_loop().close()
+        loop.close()
 
 
 def complete(runner: asyncio.Runner, task: asyncio.Task[ResultT]) -> ResultT:

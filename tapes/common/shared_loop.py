@@ -42,6 +42,8 @@ class SharedLoop(asyncio.SelectorEventLoop):
         self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
         self.guests: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
         """The tasks that guests created."""
+        self.ending = False
+        """Whether the loop is about to close, and waits only for code that was cancelled."""
         self._threads: dict[bool, ThreadPoolExecutor] = {}
         """Two thread pools: one for guests (True) and one for Tapereel (False). Each is created at its first use."""
         self._process = os.getpid()
