@@ -80,7 +80,7 @@ def record(run: Path, tapes: int) -> None:
                         call=f"{tape}.{turn}",
                         by="a",
                         engine="embedded",
-                        prompt=ints(range(40)),
+                        new_prompt=ints(range(40)),
                         completion=ids,
                         logprobs=known,
                         spans=((version, 0, TOKENS),),

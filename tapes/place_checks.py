@@ -69,17 +69,17 @@ def shown_in(record: Begin | StepRecord | Call) -> Shown | None:
 
 
 def _shown_in_call(call: Call) -> Shown | None:
-    parts = [(i, part) for i, one in enumerate(call.messages, call.keep_messages) for part in visual_parts([one])]
+    parts = [(i, part) for i, one in enumerate(call.new_messages, call.keep_messages) for part in visual_parts([one])]
     if not parts and not call.places and not call.media and call.base is None:
         return None
     sizes = tuple(_sizes([part for _, part in parts]))
-    if call.prompt is None:
+    if call.new_prompt is None:
         return Shown(sizes, call.media)
     tokens = list[tuple[bytes, bool, bool]]()
     for place in call.places:
         start, end = place.offset - call.keep, place.end - call.keep
-        ids = call.prompt[start:end]
-        run, around = len(set(ids)) == 1, [*call.prompt[:start][-1:], *call.prompt[end : end + 1]]
+        ids = call.new_prompt[start:end]
+        run, around = len(set(ids)) == 1, [*call.new_prompt[:start][-1:], *call.new_prompt[end : end + 1]]
         ends = place.kind == "video" or (ids[0] == ids[-1] and not (run and ids[0] in around))
         tokens.append((sha256(ids).digest(), run, ends))
     base, keep, kept = call.base, call.keep, call.keep_messages

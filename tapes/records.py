@@ -11,7 +11,8 @@ import hashlib
 import json
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any, Literal, cast, get_args
@@ -28,6 +29,7 @@ from pydantic import (
 from pydantic_core import PydanticSerializationError, to_json
 
 from .arrays import Floats, Ints
+from .errors import NotATape
 from .pictures import RECORDED, MediaNames, Visual, media_of, swapped, visuals_of
 from .places import Places
 from .status import CauseType, Status
@@ -369,7 +371,11 @@ class Call(Record):
 
     Messages are stored in the same way. Let `read` be the messages in the base's request, followed by its `reply`. The
     messages in this call's request are `read[:keep_messages] + messages`.
+
+    In Python, these stored fields are `new_prompt` and `new_messages`. `prompt` and `messages` give the whole request.
     """
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
 
     t: Literal["call"] = "call"
     tape: str
@@ -384,16 +390,16 @@ class Call(Record):
     """Number of token ids that the prompt shares with the base, from its beginning."""
     keep_messages: int = 0
     """Number of messages that the request shares with the base, from its beginning."""
-    messages: tuple[Message, ...] = ()
+    new_messages: tuple[Message, ...] = Field(default=(), validation_alias="messages", serialization_alias="messages")
     """The messages of the request after the first `keep_messages`."""
     media: MediaNames = Field(default=(), exclude_if=operator.not_)
-    """Names of the pictures that an external program sent in its request's `messages`. No step shows these pictures."""
-    prompt: Ints | None = None
+    """Names of the pictures in messages that an external program sent. No step shows these pictures."""
+    new_prompt: Ints | None = Field(default=None, validation_alias="prompt", serialization_alias="prompt")
     """The prompt's token ids after the first `keep` ids, which come from the base. None if the engine takes and returns
     only text."""
     places: Places = Field(default=(), exclude_if=operator.not_)
-    """States which ids in `prompt` stand for which picture or video, in order. Offsets count from the start of the
-    whole prompt."""
+    """States which of the new prompt ids stand for which picture or video, in order. Offsets count from the start of
+    the whole prompt."""
     completion: Ints | None = None
     """The sampled token ids, including the id that ends the turn. None if the engine returns only text."""
     logprobs: Floats | None = None
@@ -423,7 +429,7 @@ class Call(Record):
     cut: int = Field(default=0, exclude_if=operator.not_)
     """Number of tokens by which `limits.keep_prompt` shortened the prompt."""
     cut_messages: int = Field(default=0, exclude_if=operator.not_)
-    """Number of the conversation's messages that `limits.keep_prompt` left out of the prompt and of `messages`. If it
+    """Number of the conversation's messages that `limits.keep_prompt` left out of the prompt and the request. If it
     is 0 and `cut` isn't, an older version removed tokens and recorded the messages whole."""
     engine: str = ""
     """Name of the engine."""
@@ -444,6 +450,45 @@ class Call(Record):
             message["tool_calls"] = list(self.tool_calls)
         return message
 
+    @property
+    def messages(self) -> list[Message]:
+        """All messages of the request. Raises NotATape if some are its base's and the call isn't part of a tape."""
+        return request(self, Call._base)
+
+    @property
+    def prompt(self) -> array[int] | None:
+        """All token ids of the prompt, or None if the engine takes and returns only text. Raises NotATape if some are
+        its base's and the call isn't part of a tape."""
+        if self.new_prompt is None:
+            return None
+        ids = array("i")
+        for one in self.sources():
+            if one.keep:
+                ids.extend(one._base().completion or ())
+            del ids[one.keep :]
+            ids.extend(one.new_prompt or ())
+        return ids
+
+    def sources(self) -> list[Call]:
+        """Return the calls that the prompt's tokens come from, oldest first. The last one is this call."""
+        chain: list[Call] = [self]
+        while chain[-1].keep:
+            chain.append(chain[-1]._base())
+        return chain[::-1]
+
+    def join(self, base: Call) -> None:
+        """Set the call that `base` names. A tape does this, so that `messages` and `prompt` can be read."""
+        object.__setattr__(self, "_joined", _Joined(base))  # no field: a record is frozen
+
+    def _base(self) -> Call:
+        joined: _Joined | None = self.__dict__.get("_joined")
+        if joined is None or joined.call is None:
+            raise NotATape(
+                f"call {self.call} isn't part of a tape, so the messages and tokens that it keeps of call {self.base} "
+                "are unknown: take it from `tape.calls`, or read `new_messages` and `new_prompt`"
+            )
+        return joined.call
+
     @model_validator(mode="after")
     def _columns_agree(self) -> Call:
         n = len(self.completion) if self.completion is not None else 0
@@ -461,13 +506,49 @@ class Call(Record):
             raise ValueError(f"call {self.call}: version spans end at {at}, the completion has {n} tokens")
         at = self.keep
         for place in self.places:
-            if not (at <= place.offset < place.end <= self.keep + len(self.prompt or ()) and place.media):
+            if not (at <= place.offset < place.end <= self.keep + len(self.new_prompt or ()) and place.media):
                 raise ValueError(
                     f"call {self.call}: the picture at tokens [{place.offset}, {place.end}) is not behind token {at} "
-                    f"and among the {len(self.prompt or ())} new prompt tokens"
+                    f"and among the {len(self.new_prompt or ())} new prompt tokens"
                 )
             at = place.end
         return self
+
+
+class _Joined:
+    """A call's base. Calls are compared and pickled without their bases, so this object equals only itself."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Call | None = None) -> None:
+        self.call = call
+
+    def __reduce__(self) -> tuple[type[_Joined], tuple[()]]:
+        return _Joined, ()
+
+
+def request(call: Call, base: Callable[[Call], Call], low: int = 0) -> list[Message]:
+    """Return the messages of a request, starting with number `low`. `base` returns the base of a call.
+
+    This walks from the call to its bases, newest first, and only as far back as needed. Each call keeps the first
+    `keep_messages` messages of its base and adds its own. If the base's request has fewer messages than the call keeps,
+    the base's reply is one of them. `high` is the number of messages that later calls keep from the current call, so
+    that no message comes twice.
+    """
+    pieces: list[Sequence[Message]] = []
+    high = call.keep_messages + len(call.new_messages)
+    one: Call = call
+    while True:
+        keep = min(one.keep_messages, high)
+        pieces.append(one.new_messages[max(0, low - keep) : max(0, high - keep)])
+        if keep <= low or one.base is None:
+            break
+        earlier = base(one)
+        said = earlier.keep_messages + len(earlier.new_messages)  # the base's reply has this number
+        if keep > said >= low:
+            pieces.append([earlier.reply])
+        one, high = earlier, min(keep, said)
+    return [message for piece in reversed(pieces) for message in piece]
 
 
 def unscores(value: float, weight: float, evidence: JsonValue) -> bool:

@@ -60,7 +60,7 @@ def parse_record(body: bytes) -> AnyRecord:
     record, raises pydantic's ValidationError. Both are ValueErrors.
     """
     try:
-        return _validator.validate_json(body)
+        return _validator.validate_json(body, by_name=False, by_alias=True)
     except ValidationError as error:
         unknown = [_unknown(one) for one in error.errors()]
         if None in unknown:

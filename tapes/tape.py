@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from array import array
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -102,6 +101,12 @@ class TapeLog:
         self._in_turn = False
         self._fold(body if body is not None else begin.body())
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for _, call in self.call_order:  # they are pickled without their bases
+            if call.base is not None:
+                call.join(self.call(call.base))
+
     def append(self, record: Record, body: bytes | None = None) -> bytes:
         """Append one record and return its body. Raises NotATape if the record can't come next on this tape.
 
@@ -161,6 +166,7 @@ class TapeLog:
             have = len(base.completion or ()) + self.prompt_length(base)
             if call.keep > have:
                 raise NotATape(f"call {call.call} keeps {call.keep} tokens of {call.base}, which has {have}")
+            call.join(base)
         elif call.keep or call.keep_messages:
             raise NotATape(f"call {call.call} keeps {call.keep} tokens and {call.keep_messages} messages of no call")
         self._speak()
@@ -181,7 +187,7 @@ class TapeLog:
 
     def prompt_length(self, call: Call) -> int:
         """Return the number of prompt tokens in `call`, including the tokens that are kept from its base."""
-        return call.keep + len(call.prompt or ())
+        return call.keep + len(call.new_prompt or ())
 
     def conversation(self, path: str, n: int) -> tuple[list[Message], int]:
         """Return the growing list of messages for the agent at `path`, and how many of them come from the first `n`
@@ -462,7 +468,7 @@ class Tape(Sequence[Step]):
         return frozenset(call.call for call in left if self._question(call) in taken)
 
     def _question(self, call: Call) -> tuple[str, bytes]:
-        return call.by, to_json([self.call_messages(call), call.tools and call.tools.hash])
+        return call.by, to_json([call.messages, call.tools and call.tools.hash])
 
     @property
     def parent(self) -> Tape | None:
@@ -488,18 +494,6 @@ class Tape(Sequence[Step]):
         """Return the call with the id `call`. A fork also has the calls that it inherited."""
         return self._visible("call").call(call)
 
-    def call_messages(self, call: Call | str) -> list[Message]:
-        """Return all messages in a call's request."""
-        log = self._visible("call_messages")
-        chain = _bases(log, log.call(call) if isinstance(call, str) else call, lambda c: c.keep_messages)
-        messages: list[Message] = []
-        for one in chain:
-            if one.base is not None:
-                messages.append(log.call(one.base).reply)
-            del messages[one.keep_messages :]
-            messages.extend(one.messages)
-        return messages
-
     def call_tools(self, call: Call | str) -> tuple[dict[str, JsonValue], ...] | None:
         """Return the function schemas that a call offered, or None if it offered no tools."""
         log: TapeLog | None = self._visible("call_tools")
@@ -513,24 +507,11 @@ class Tape(Sequence[Step]):
             log = log.parent._log if log.parent is not None else None
         raise NotATape(f"tape {self.id} names tools {offered.hash} that no call of it spells out")
 
-    def call_prompt(self, call: Call | str) -> array[int]:
-        """Return all prompt token ids of a call. Raises NotATape if its engine returned only text."""
-        log = self._visible("call_prompt")
-        ids = array("i")
-        for one in _bases(log, log.call(call) if isinstance(call, str) else call, lambda c: c.keep):
-            if one.prompt is None:
-                raise NotATape(f"call {one.call} of tape {self.id} has no token ids: its engine gave text only")
-            if one.base is not None:
-                ids.extend(log.call(one.base).completion or ())
-            del ids[one.keep :]
-            ids.extend(one.prompt)
-        return ids
-
     def call_places(self, call: Call | str) -> tuple[Place, ...]:
-        """Return the places of pictures in a call's prompt, in order. Offsets are indexes in `call_prompt(call)`."""
+        """Return the places of pictures in a call's prompt, in order. Offsets are indexes in the call's `prompt`."""
         log = self._visible("call_places")
         places: list[Place] = []
-        for one in _bases(log, log.call(call) if isinstance(call, str) else call, lambda c: c.keep):
+        for one in (log.call(call) if isinstance(call, str) else call).sources():
             places = [place for place in places if place.end <= one.keep] + list(one.places)
         return tuple(places)
 
@@ -648,15 +629,3 @@ class Ending(Tape):
 
     def _end(self, what: str) -> End | None:
         return self._its_end
-
-
-def _bases(log: TapeLog, call: Call, keep: Callable[[Call], int]) -> list[Call]:
-    """Return `call`, its base, the base of its base and so on, oldest first. The first call in the list keeps nothing
-    from an earlier call."""
-    chain = [call]
-    while chain[-1].base is not None and keep(chain[-1]) > 0:
-        chain.append(log.call(chain[-1].base))
-    if chain[-1].base is not None:
-        chain[-1] = chain[-1].model_copy(update={"base": None})
-    chain.reverse()
-    return chain

@@ -192,7 +192,7 @@ def call_line(call: Call) -> CallLine:
         call=call.call,
         by=call.by,
         engine=call.engine,
-        prompt=call.keep + len(call.prompt) if call.prompt is not None else None,
+        prompt=call.keep + len(call.new_prompt) if call.new_prompt is not None else None,
         kept=call.keep,
         completion=len(call.completion) if call.completion is not None else None,
         finish=call.finish,

@@ -166,7 +166,7 @@ class Conversations:
         record = Call(
             base=base.call if base is not None else None,
             keep_messages=keep,
-            messages=new,
+            new_messages=new,
             media=self._recorder.asked_in(new),
             usage=completion.usage,
             at=time.time(),
@@ -191,9 +191,9 @@ class Conversations:
             base=base.call if base is not None else None,
             keep=rendered.keep,
             keep_messages=keep,
-            messages=new,
+            new_messages=new,
             media=self._recorder.asked_in(new),
-            prompt=rendered.new,
+            new_prompt=rendered.new,
             places=tuple(place for place in rendered.places if place.offset >= rendered.keep),
             completion=ids,
             logprobs=completion.logprobs,
@@ -255,16 +255,16 @@ class Conversations:
         for call in calls:
             if call.finish == "error" or (call.finish == "cancelled" and not call.completion):
                 continue
-            key, messages = (call.by, call.conversation), prefix.call_messages(call)
+            key, messages = (call.by, call.conversation), call.messages
             if renderer is None:
                 self._texts[key].append(TextTrack(call.call, messages, call.reply, len(messages) + 1))
-            elif call.prompt is not None and call.completion is not None:
+            elif (prompt := call.prompt) is not None and call.completion is not None:
                 self._tokens[key].append(
                     renderer.retrack(
                         call=call.call,
                         messages=[*messages, call.reply],
                         tools=prefix.call_tools(call),
-                        ids=prefix.call_prompt(call) + call.completion,
+                        ids=prompt + call.completion,
                         completion=call.completion,
                         places=prefix.call_places(call),
                     )

@@ -384,7 +384,7 @@ class Session:
             prompt_tokens=call.usage.prompt_tokens or 0,
             completion_tokens=call.usage.completion_tokens or 0,
             logprobs=self._logprobs(call) if request.logprobs else None,
-            prompt_ids=list(self._record.call_prompt(call)) if request.token_ids and call.prompt is not None else None,
+            prompt_ids=list(ids) if request.token_ids and (ids := call.prompt) is not None else None,
             ids=list(call.completion) if request.token_ids and call.completion is not None else None,
             created=live.created if live is not None else int(time.time()),
         )
@@ -403,8 +403,8 @@ class Session:
         if tools:
             self._called.setdefault(tools[0]["id"], []).append(echo)
         # The exchange is recorded even if the answer is refused below, because its tokens were sampled. It shows what
-        # the request added to the last answer. `call.messages` has less if an equal request was answered before.
-        messages = self._record.call_messages(call)
+        # the request added to the last answer. `call.new_messages` has less if an equal request was answered before.
+        messages = call.messages
         added = next((k for k in range(len(messages), 0, -1) if messages[k - 1] in self._replies), 0)
         asked = "\n".join(f"{message['role']}: {_short(text_of(message))}" for message in messages[added:])
         self._replies.append(call.reply)
@@ -465,7 +465,7 @@ class Session:
         if request.previous is None:
             return messages
         call, instructions, _ = self._named(request.previous, "previous_response_id")
-        before = [*self._record.call_messages(call)[instructions:], call.reply]
+        before = [*call.messages[instructions:], call.reply]
         return [*messages[: request.instructions], *before, *messages[request.instructions :]]
 
     def _referred(self, message: Message) -> Message:

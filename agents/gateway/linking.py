@@ -115,7 +115,7 @@ def label_calls(
 def _identity(tape: Tape, call: Call) -> tuple[str, str | None]:
     """Return the system messages among the first four messages, and the tools. They identify an agent of the
     program."""
-    said = [m["content"] for m in tape.call_messages(call)[:4] if m["role"] == "system"]
+    said = [m["content"] for m in call.messages[:4] if m["role"] == "system"]
     return json.dumps(said), call.tools.hash if call.tools is not None else None
 
 
@@ -125,7 +125,7 @@ def _share_identities(tape: Tape, nodes: Collection[_Node], roots: Sequence[_Nod
 
     With other tools, a template writes another prompt. The root's tokens then don't begin with the other call's tokens.
     """
-    said = {node: [*tape.call_messages(node.call), node.call.reply] for node in nodes}
+    said = {node: [*node.call.messages, node.call.reply] for node in nodes}
     for root in sorted(roots, key=lambda node: node.started):
         messages, same = said[root][:-1], [node for node in nodes if node.identity[0] == root.identity[0]]
         before = [node for node in same if said[node] == messages[: len(said[node])]]
@@ -139,8 +139,8 @@ def extends(tape: Tape, call: Call) -> bool:
     if call.base is None:
         return False
     base = tape.call(call.base)
-    if call.prompt is None:
-        return call.keep_messages == len(tape.call_messages(base)) + 1
+    if call.new_prompt is None:
+        return call.keep_messages == base.keep_messages + len(base.new_messages) + 1
     return call.keep == tape.log.prompt_length(base) + len(base.completion or ())
 
 
@@ -173,13 +173,12 @@ def _adopt(parent: _Node, child: _Node, asked: str) -> None:
 
 def _delta(call: Call) -> str:
     places = [place.moved(-call.keep) for place in call.places]
-    return _digest(call.prompt, places) if call.prompt is not None else json.dumps(call.messages)
+    return _digest(call.new_prompt, places) if call.new_prompt is not None else json.dumps(call.new_messages)
 
 
 def _whole(tape: Tape, call: Call) -> str:
-    if call.prompt is None:
-        return json.dumps(tape.call_messages(call))
-    return _digest(tape.call_prompt(call), tape.call_places(call))
+    prompt = call.prompt
+    return json.dumps(call.messages) if prompt is None else _digest(prompt, tape.call_places(call))
 
 
 def _digest(ids: array[int], places: Sequence[Place], start: int = 0, end: int | None = None) -> str:
@@ -192,16 +191,17 @@ def _find_parents(tape: Tape, nodes: dict[str, _Node], roots: list[_Node], late:
 
     Comparing text isn't enough. Different ids can decode to the same text, and training needs the sampled ids.
     """
-    with_ids = [node for node in nodes.values() if node.call.prompt is not None]
     known: dict[int, dict[str, list[_Node]]] = defaultdict(lambda: defaultdict(list))
     """Calls by their number of tokens, and then by the digest of these tokens."""
-    for node in with_ids:
-        whole = tape.call_prompt(node.call) + (node.call.completion or array("i"))
+    for node in nodes.values():
+        if (ids := node.call.prompt) is None:
+            continue
+        whole = ids + (node.call.completion or array("i"))
         known[len(whole)][_digest(whole, tape.call_places(node.call))].append(node)
     for root in roots:
-        if root.call.prompt is None:
+        prompt, places = root.call.prompt, tape.call_places(root.call)
+        if prompt is None:
             continue
-        prompt, places = tape.call_prompt(root.call), tape.call_places(root.call)
         found = (known[n].get(_digest(prompt, places, end=n)) for n in sorted(known, reverse=True) if n <= len(prompt))
         if same := next(filter(None, found), None):
             # The tokens don't show which of several equal answers the program continued, so each gets its share.

@@ -297,7 +297,7 @@ def recorded_error(call: Call) -> EngineError:
 def _is_alike(tape: Tape, call: Call, request: Request) -> bool:
     """Return whether the request has the content of a recorded call. Its tokens follow from the content, and concurrent
     calls may have left it fewer tokens for its answer."""
-    if call.keep_messages + len(call.messages) != len(request.messages):
+    if call.keep_messages + len(call.new_messages) != len(request.messages):
         return False  # saves most comparisons in a long conversation
     sampling = request.sampling.model_copy(update={"max_tokens": call.sampling.max_tokens})
     asked = replace(request, seed=call.seed or 0, prompt=None, sampling=sampling)
@@ -305,7 +305,7 @@ def _is_alike(tape: Tape, call: Call, request: Request) -> bool:
 
 
 def _request_differences(tape: Tape, call: Call, request: Request) -> Iterator[tuple[Difference, Likely, str]]:
-    then, now = tape.call_messages(call), list(request.messages)
+    then, now = call.messages, list(request.messages)
     if then != now:
         for difference in differences(then, now, "messages"):
             cause, sentence = _blame_messages(tape, call, then, now, difference)
@@ -330,8 +330,7 @@ def _request_differences(tape: Tape, call: Call, request: Request) -> Iterator[t
             f"`seed` was {call.seed}, it is now {request.seed}: it is another call of that agent, or the tape "
             "records another sampling seed",
         )
-    if request.prompt is not None and call.prompt is not None:
-        ids = tape.call_prompt(call)
+    if request.prompt is not None and (ids := call.prompt) is not None:
         if ids != request.prompt:
             at = next(
                 (k for k, (a, b) in enumerate(zip(ids, request.prompt, strict=False)) if a != b),
@@ -358,7 +357,7 @@ def _blame_messages(
     if sorted(map(repr, then)) == sorted(map(repr, now)):
         return Likely.ORDER, f"the messages are in another order, from `{difference.field}` on"
     others = [one for one in tape.calls if one.by == call.by and one.call != call.call]
-    same = next((one.call for one in others if tape.call_messages(one) == now), None)
+    same = next((one.call for one in others if one.messages == now), None)
     if same is not None:
         return Likely.ORDER, f"the agent makes the request that it made in call {same}"
     at = int(difference.field.split("[")[1].split("]")[0])

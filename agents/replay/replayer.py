@@ -24,7 +24,7 @@ from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
 from ...tapes.errors import UsageError
 from ...tapes.messages import ENV
-from ...tapes.records import Begin, Call, Cause, End, Record, StepRecord
+from ...tapes.records import Begin, Call, Cause, End, Record, StepRecord, request
 from ...tapes.steps import Unknown
 from ...tapes.store.store import Store
 from ..engines.engine import Completion, Request
@@ -204,7 +204,7 @@ def _episode(script: Script, agent: Agent, engine: _Engine) -> Episode:
     limits = Limits.recorded(begin.limits, agent_seconds=None, system_seconds=None, environment_seconds=None)
     if begin.limits is None:
         script.notes["limits and sampling: this tape doesn't record them"] = None
-    if engine.renderer is None and any(call.prompt is not None for call in script.calls):
+    if engine.renderer is None and any(call.new_prompt is not None for call in script.calls):
         script.notes["token ids: the recording's tokenizer is missing, so only messages are compared"] = None
     engine.patience = agent.patience
     parent = None if script.prefix is None else parent_of(script.prefix)
@@ -230,7 +230,7 @@ class _Engine(ReplayEngine):
     """Returns the recorded answers. A request that differs from the recorded one ends the replay."""
 
     def __init__(self, script: Script, renderer: Renderer | None, pairing: int) -> None:
-        tokens = any(call.prompt is not None for call in script.calls)
+        tokens = any(call.new_prompt is not None for call in script.calls)
         super().__init__(script.tape, renderer=renderer if tokens else None, pairing=pairing)
         self._script = script
         self.skip(script.answered)
@@ -258,7 +258,7 @@ class _Engine(ReplayEngine):
             if found.turn is None:
                 found = found.model_copy(update={"turn": script.turn})
             raise script.end(found) from error
-        script.asked(call, tokens=request.prompt is not None and call.prompt is not None)
+        script.asked(call, tokens=request.prompt is not None and call.new_prompt is not None)
         return await self.answer(call, request)
 
 
@@ -343,8 +343,9 @@ class _Checker(Recorder):
             script.other_prompts = script.older
             raise script.beyond(by, "writes text without a model", record.text)
         then = self._authored[by].popleft()
-        was = {"messages": script.tape.call_messages(then), "text": then.text, "tool_calls": then.tool_calls}
-        now = {"messages": Tape(self.log).call_messages(record), "text": record.text, "tool_calls": record.tool_calls}
+        was = {"messages": then.messages, "text": then.text, "tool_calls": then.tool_calls}
+        messages = request(record, lambda one: self.log.call(str(one.base)))  # the record isn't on the tape yet
+        now = {"messages": messages, "text": record.text, "tool_calls": record.tool_calls}
         for found in differences(was, now):
             raise script.differs(*found, Likely.CODE, f"{by!r} writes another text without a model", call=then)
         script.asked(then, tokens=False)

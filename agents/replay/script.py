@@ -236,7 +236,7 @@ class Script:
         """End the replay if a recorded call or step up to the end of `turn` wasn't repeated. Otherwise return None."""
         call = next(iter(self.due[turn].values()), None)
         if call is not None:
-            asked = plain(self.tape.call_messages(call)[-1:])
+            asked = plain(call.messages[-1:])
             sentence = f"call {call.call} by {call.by!r} was recorded and is not made now"
             return self.differs("call", asked, None, Likely.CODE, sentence, call=call)
         for by, steps in self.steps.items():

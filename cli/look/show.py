@@ -176,7 +176,7 @@ def _trained_on(store: Store, checkpoint: Path) -> Collection[str]:
 def _show_tape(args: argparse.Namespace, tape: Tape) -> None:
     summary, steps, calls = summarise(tape), step_lines(tape), call_lines(tape)
     shown: list[Section | str | Text] = [*head(tape, summary, args.full), step_section(steps, args.full)]
-    requests = {call.call: tape.call_messages(call) for call in tape.calls} if args.calls else {}
+    requests = {call.call: call.messages for call in tape.calls} if args.calls else {}
     if args.calls:
         shown.append(call_section(tape.id, calls))
         shown += [request_section(name.removeprefix(tape.id), one, args.full) for name, one in requests.items()]

@@ -292,7 +292,8 @@ def _record(kind: type[BaseModel], heading: str, seen: set[type[BaseModel]]) -> 
     for name, (type_, meaning) in _described(kind).items():
         inside += _models(kind.model_fields[name].annotation)
         if name != "t":
-            yield f"| `{name}` | {cell(type_)} | {_default(kind.model_fields[name])} | {meaning} |"
+            field = kind.model_fields[name]
+            yield f"| `{field.serialization_alias or name}` | {cell(type_)} | {_default(field)} | {meaning} |"
     for below in dict.fromkeys(inside):
         if below not in seen:
             yield from _record(below, f"`{below.__name__}`", seen)

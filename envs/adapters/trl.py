@@ -256,18 +256,17 @@ def completion_ids(tape: Tape) -> list[int]:
     if not calls:
         raise NotATape(f"tape {tape.id} has no model call, so it has no token ids")
     last = calls[-1]
-    prompt, whole = tape.call_prompt(calls[0]), tape.call_prompt(last)
-    if last.completion is None:
-        raise NotATape(f"call {last.call} of tape {tape.id} has no token ids: its engine returned text only")
-    whole.extend(last.completion)
-    for call in calls:
-        context = tape.call_prompt(call)
+    prompts = [prompt for call in calls if (prompt := call.prompt) is not None]
+    if last.completion is None or len(prompts) < len(calls):
+        raise NotATape(f"a call of tape {tape.id} has no token ids: its engine returned text only")
+    start, whole = len(prompts[0]), prompts[-1] + last.completion
+    for call, context in zip(calls, prompts, strict=True):
         context.extend(call.completion or ())
         if whole[: len(context)] != context:
             raise NotATape(
                 f"the calls of tape {tape.id} are not one token sequence: the last one doesn't continue {call.call}"
             )
-    return whole[len(prompt) :].tolist()
+    return whole[start:].tolist()
 
 
 def _calls(tape: Tape) -> list[Call]:

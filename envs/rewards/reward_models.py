@@ -80,10 +80,10 @@ def sample_of(tape: Tape, *, decode: Callable[[Sequence[int]], str] | None = Non
         messages = list(tape.messages(path=tape.begin.agent.name))
         before = messages[:-1]
     else:
-        before = tape.call_messages(call)
+        before = call.messages
         messages = [*before, call.reply]
-    if decode is not None and call is not None and call.completion is not None:
-        ids = tape.call_prompt(call)
+    ids = call.prompt if call is not None and decode is not None else None
+    if decode is not None and call is not None and call.completion is not None and ids is not None:
         prompt, query = decode(ids.tolist()), decode([*ids, *call.completion])
     else:
         prompt, query = as_script(before), as_script(messages)

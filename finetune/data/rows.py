@@ -246,9 +246,11 @@ def _whole(tape: Tape, call: Call) -> tuple[array[int], tuple[Place, ...]]:
 
     A call may record only the difference between its prompt and an earlier call. Its prompt is then put together here.
     """
-    if call.prompt is not None and not call.keep:
-        return call.prompt, call.places
-    return tape.call_prompt(call), tape.call_places(call)
+    if call.new_prompt is not None and not call.keep:
+        return call.new_prompt, call.places
+    prompt = call.prompt
+    assert prompt is not None
+    return prompt, tape.call_places(call)
 
 
 def _continuation(
@@ -262,7 +264,7 @@ def _continuation(
     if row is None:
         return None
     if prompt is None:
-        return call.prompt if row.length == call.keep else None
+        return call.new_prompt if row.length == call.keep else None
     goes_on = shared_length(keys(row.ids(), row.places), keys(prompt, places), (*row.places, *places)) == row.length
     return prompt[row.length :] if goes_on else None
 
@@ -272,12 +274,12 @@ def _tokens_of(
 ) -> tuple[array[int] | None, array[int], tuple[Place, ...]]:
     """Return a call's prompt ids, completion ids and pictures. The prompt is None if the call itself recorded its token
     ids."""
-    if call.completion is not None and call.prompt is not None:
+    if call.completion is not None and call.new_prompt is not None:
         return None, call.completion, call.places
     layer = layers.get(call.call)
     if layer is not None:
         return layer.prompt, layer.completion, layer.places
-    messages = tape.call_messages(call)
+    messages = call.messages
     if renderer is None:
         raise NotATape(
             f"call {call.call} of tape {tape.id} has text but no token ids (engine {call.engine!r}); "

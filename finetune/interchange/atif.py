@@ -278,7 +278,7 @@ def _events(tape: Tape) -> list[tuple[Turn | Entry, bool]]:
     form. The flag is True for a parent's event."""
     turns = {turn.call.call: turn for turn in turns_of(tape)}
     calls = [(k, turns[call.call]) for k, call in tape.log.call_order if call.call in turns]
-    newest = {_key(message): k for k, turn in calls for message in turn.call.messages}
+    newest = {_key(message): k for k, turn in calls for message in turn.call.new_messages}
     places = [k for k, body in enumerate(tape.bodies) if from_json(body)["t"] == "step"]
     own = zip(places, tape.entries[tape.inherited :], strict=True)
     steps = [(k, entry) for k, entry in own if not any(call in turns for call, _, _ in entry.calls)]
@@ -349,7 +349,7 @@ def _tool_calls(calls: Iterable[Mapping[str, Any]]) -> list[_Fields]:
 
 
 def _metrics(tape: Tape, call: Call) -> _Fields:
-    prompt = list(tape.call_prompt(call)) if call.prompt is not None else None
+    prompt = list(ids) if (ids := call.prompt) is not None else None
     completion = list(call.completion) if call.completion is not None else None
     usage, logprobs = call.usage, call.logprobs
     counts = (usage.prompt_tokens, prompt), (usage.completion_tokens, completion)

@@ -253,7 +253,7 @@ def tables(made: Iterable[Mapping[str, object]], *, text: bool, images: bool = F
 def _has_text_only(tape: Tape) -> bool:
     tokenized = {layer.call for layer in tape.layers if layer.t == "tokens"}  # type: ignore[attr-defined]
     return any(
-        (call.completion is None or call.prompt is None) and call.call not in tokenized
+        (call.completion is None or call.new_prompt is None) and call.call not in tokenized
         for call in tape.calls
         if call.finish != "error"
     )

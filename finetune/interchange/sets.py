@@ -54,7 +54,7 @@ def turns_of(tape: Tape) -> list[Turn]:
     """Return the model calls in a tape that have an answer, without the answers that weren't taken."""
     made, left_out = {call for entry in tape.entries for call, _, _ in entry.calls}, tape.not_taken
     return [
-        Turn(frames_of(tape.call_messages(call)), call.reply, tape.call_tools(call) or (), call, call.call in made)
+        Turn(frames_of(call.messages), call.reply, tape.call_tools(call) or (), call, call.call in made)
         for call in tape.calls
         if call.finish != "error"
         and not (call.finish == "cancelled" and not call.completion)

@@ -97,7 +97,7 @@ def _missing_tokens(tape: Tape, renderer: Renderer) -> Sequence[Tokens]:
     made = []
     for call in tape.calls:
         if call.completion is None and call.call not in layered and call.finish != "error":
-            ids, said, places = renderer.authored(tape.call_messages(call), call.reply, tape.call_tools(call))
+            ids, said, places = renderer.authored(call.messages, call.reply, tape.call_tools(call))
             layer = Tokens(
                 tape=tape.id, call=call.call, prompt=ids, places=places, completion=said, tokenizer=renderer.hash
             )

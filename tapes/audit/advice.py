@@ -155,6 +155,6 @@ def _called(tape: Tape) -> bool:
         schemas = (call.tools.schemas if call.tools is not None else None) or ()
         functions = (schema.get("function", schema) for schema in schemas)
         names |= {str(function.get("name")) for function in functions if isinstance(function, dict)}
-        if any(message["role"] == "tool" for message in call.messages):
+        if any(message["role"] == "tool" for message in call.new_messages):
             return True
     return any(getattr(step, "original", step.kind) in names for step in tape.actions)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ..errors import NotATape
 from ..messages import image_parts
 from ..places import Place
-from ..records import Call, Constraint, Message, Use
+from ..records import Call, Constraint, Message, Use, request
 from ..store.ledger import FATES, Fate, ranges
 from ..store.store import Store
 from .items import call_item
@@ -122,9 +122,9 @@ def call_detail(
     start: int | None = None,
 ) -> dict[str, object]:
     """Return everything known about `call`. `find` returns a call by its id. `before` is the path's previous call."""
-    total = call.keep_messages + len(call.messages)
+    total = call.keep_messages + len(call.new_messages)
     low = max(0, total - WINDOW) if start is None else max(0, min(start, total))
-    shown = request(call, find, low)
+    shown = request(call, lambda one: find(str(one.base)), low)
     return {
         **call_item(call),
         "text": call.text,
@@ -150,37 +150,14 @@ def _form(form: Constraint | None) -> dict[str, object] | None:
     return {"tools": form.tools, "schema": _pretty(form.json_schema), "enforced": form.enforced}
 
 
-def request(call: Call, find: Find, low: int = 0) -> list[Message]:
-    """Return the messages of a request, starting with number `low`.
-
-    This walks from the call to its bases, newest first. Each call keeps the first `keep_messages` messages of its base
-    and adds its own messages. If the base's request has fewer messages than the call keeps, the base's reply is one of
-    them. `high` is the number of messages that later calls keep from the current call, so that no message comes twice.
-    """
-    pieces: list[list[Message]] = []
-    high = call.keep_messages + len(call.messages)
-    one: Call = call
-    while True:
-        keep = min(one.keep_messages, high)
-        pieces.append(list(one.messages[max(0, low - keep) : max(0, high - keep)]))
-        if keep <= low or one.base is None:
-            break
-        base = find(one.base)
-        said = base.keep_messages + len(base.messages)  # the base's reply has this number
-        if keep > said >= low:
-            pieces.append([base.reply])
-        one, high = base, min(keep, said)
-    return [message for piece in reversed(pieces) for message in piece]
-
-
 def _difference(
     call: Call, shown: list[Message], low: int, before: Call | None, find: Find
 ) -> dict[str, object] | None:
     """Return the difference from the previous request: how many leading messages are equal, and which are gone."""
     if before is None:
         return None
-    was = before.keep_messages + len(before.messages)
-    earlier = request(before, find, low) if was > low else []
+    was = before.keep_messages + len(before.new_messages)
+    earlier = request(before, lambda one: find(str(one.base)), low) if was > low else []
     same = 0
     while same < min(len(shown), len(earlier)) and shown[same] == earlier[same]:
         same += 1
@@ -227,9 +204,11 @@ def _tokens(call: Call, uses: Sequence[TokenUse], decode: Callable[[int], str] |
             fates[k] = use.fate
             if use.fate == "trained":
                 weights[k] = use.weight
-    new = list(call.prompt or ())[-PROMPT_TOKENS:]
-    first = call.keep + len(call.prompt or ()) - len(new)
-    size = {str(part.get("media")): f"{part.get('width')}x{part.get('height')}" for part in image_parts(call.messages)}
+    new = list(call.new_prompt or ())[-PROMPT_TOKENS:]
+    first = call.keep + len(call.new_prompt or ()) - len(new)
+    size = {
+        str(part.get("media")): f"{part.get('width')}x{part.get('height')}" for part in image_parts(call.new_messages)
+    }
 
     def says(place: Place) -> str:
         return f"{' '.join(place.media)} {size.get(place.media[0], '')} grid {'x'.join(map(str, place.grid))}"
@@ -245,5 +224,5 @@ def _tokens(call: Call, uses: Sequence[TokenUse], decode: Callable[[int], str] |
         "new_ids": new,
         "new_pieces": [decode(one) for one in new] if decode is not None else None,
         "new_places": [[p.offset - first, p.length, says(p)] for p in call.places if p.end > first],
-        "new_total": len(call.prompt) if call.prompt is not None else None,
+        "new_total": len(call.new_prompt) if call.new_prompt is not None else None,
     }

@@ -175,7 +175,7 @@ def _call(tape: str, n: int, at: float) -> Call:
         tape=tape,
         call=f"{tape}.{n}",
         by="reader",
-        prompt=ints(range(20)),
+        new_prompt=ints(range(20)),
         completion=ints([5, 6, 7, 3]),
         logprobs=floats([-0.5, -0.25, -1.0, -0.125]),
         spans=(("a53ddb2e:1", 0, 4),),

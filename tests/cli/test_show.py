@@ -324,7 +324,7 @@ def test_a_narrow_terminal_cuts_no_number_short(run, monkeypatch: pytest.MonkeyP
 def test_the_requests_of_a_tape_are_printed_whole(run, capsys: pytest.CaptureFixture[str]):
     path, tapes = run
     requests = _json(capsys, str(path), tapes[0].id, "--calls")["requests"]
-    assert requests == {call.call: tapes[0].call_messages(call) for call in tapes[0].calls}
+    assert requests == {call.call: call.messages for call in tapes[0].calls}
     assert not _json(capsys, str(path), tapes[0].id)["requests"]
     assert main(["show", str(path), tapes[0].id, "--calls"]) == Exit.HOLDS
     shown = capsys.readouterr().out

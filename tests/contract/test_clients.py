@@ -203,7 +203,7 @@ def test_a_client_as_it_comes_is_one_row_and_is_replayed(name: str, tmp_path: Pa
     tape = asyncio.run(rollout(agent, Adds, "add", engine=Says(said), sampling=Sampling(max_tokens=2000)))
     assert (tape.status, tape.reward) == (Status.FINISHED, 1.0), tape.cause
     assert [RENDERER.decode(call.completion) for call in tape.calls if call.completion] == said
-    told = [text_of(message) for message in tape.call_messages(tape.calls[3]) if message["role"] in ("tool", "user")]
+    told = [text_of(message) for message in tape.calls[3].messages if message["role"] in ("tool", "user")]
     told = told[-len(results) :]
     assert all(word in text for word, text in zip(results, told, strict=True)), told
     found = rows(tape)
@@ -214,7 +214,7 @@ def test_a_client_as_it_comes_is_one_row_and_is_replayed(name: str, tmp_path: Pa
         return
     assert changes, verdict
     assert verdict.outcome == "diverged", verdict
-    asked = tape.call_messages(tape.calls[1])
+    asked = tape.calls[1].messages
     (place,) = [k for k, message in enumerate(asked) if message["role"] == "tool"]
     assert f"messages[{place}].content" in str(verdict)
     assert changes in text_of(asked[place])
@@ -280,7 +280,7 @@ def test_browser_use_as_it_comes_sees_a_page_and_acts_on_it(tmp_path: Path, monk
     site.server_close()
     assert (tape.status, tape.reward) == (Status.FINISHED, 1.0), tape.cause
     assert [len(tape.call_places(call.call)) for call in tape.calls] == [1, 1, 2]
-    assert "the sum is 42" in "\n".join(map(text_of, tape.call_messages(tape.calls[1])))
+    assert "the sum is 42" in "\n".join(map(text_of, tape.calls[1].messages))
     assert {(call.sampling.temperature, call.sampling.exact) for call in tape.calls} == {(0.2, False)}
     assert all(call.sampling.extra == {"frequency_penalty": 0.3} for call in tape.calls)
 

@@ -272,8 +272,8 @@ def test_a_reward_function_gets_the_ids_that_were_sampled_after_the_prompt() -> 
 def test_the_ids_of_several_turns_are_one_sequence_with_what_was_said_between() -> None:
     tape = sampled(lambda: Twice(rewards=[long]), seed=3)
     first, last = tape.calls
-    whole = [*tape.call_prompt(last), *(last.completion or ())]
-    assert completion_ids(tape) == whole[len(tape.call_prompt(first)) :]
+    whole = [*last.prompt, *(last.completion or ())]
+    assert completion_ids(tape) == whole[len(first.prompt) :]
     assert len(completion_ids(tape)) > len(first.completion or ()) + len(last.completion or ())
     assert tape.reward == len(completion_ids(tape))
     fork = asyncio.run(

@@ -94,7 +94,7 @@ def sampled_tape(
             tape=name,
             call=f"{name}.1",
             by="solver",
-            prompt=ints([1]),
+            new_prompt=ints([1]),
             completion=ids,
             text=answer,
             at=0.0,

@@ -1,11 +1,15 @@
 """Tapes: the fold, views, forks at turns, documents, and records that don't make a tape."""
 
+import json
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from tapereel.tapes import Action, HiddenFromAgent, NotATape, Observation, Tape, Task
+from tapereel.tapes.errors import NewerRecord
 from tapereel.tapes.records import Begin, Call, Cause, End, Identity, Parent, Reward
 from tapereel.tapes.schema import parse_record
 from tapereel.tapes.status import CauseType, Status, trains
@@ -49,8 +53,8 @@ def build(turns: int, *, tape: str = "t", end: bool = True) -> TapeLog:
                 base=base,
                 keep=5 * k,
                 keep_messages=2 * k,
-                messages=new,
-                prompt=[10, 11, 12],
+                new_messages=new,
+                new_prompt=[10, 11, 12],
                 completion=[20 + k, 2],
                 logprobs=[-0.5, -0.25],
                 text=f"do {k}",
@@ -93,13 +97,54 @@ def test_an_open_tape_is_no_document():
 
 def test_deltas_concatenate_to_the_prompts():
     tape = Tape(build(3))
-    assert tape.call_prompt("t.2").tolist() == [10, 11, 12, 20, 2, 10, 11, 12, 21, 2, 10, 11, 12]
-    assert [m["content"] for m in tape.call_messages("t.2")] == ["start", "do 0", "saw 0", "do 1", "saw 1"]
+    assert tape.call("t.2").prompt.tolist() == [10, 11, 12, 20, 2, 10, 11, 12, 21, 2, 10, 11, 12]
+    assert [m["content"] for m in tape.call("t.2").messages] == ["start", "do 0", "saw 0", "do 1", "saw 1"]
     assert list(tape.messages(path="a")) == [
-        *tape.call_messages("t.2"),
+        *tape.call("t.2").messages,
         {"role": "assistant", "content": "do 2"},
         {"role": "user", "content": "saw 2"},
     ]
+
+
+def test_a_call_of_a_tape_has_its_whole_request_and_what_it_added():
+    tape = Tape(build(3))
+    second = tape.calls[1]
+    assert [m["content"] for m in second.messages] == ["start", "do 0", "saw 0"]
+    assert [m["content"] for m in second.new_messages] == ["saw 0"]
+    assert (second.prompt.tolist(), second.new_prompt.tolist()) == ([10, 11, 12, 20, 2, 10, 11, 12], [10, 11, 12])
+    cut = tape.at_turn(2)
+    named = Parent(tape="t", digest=cut.digest, turn=2, records=cut._k)
+    fork = TapeLog(begin("f", parent=named), parent=tape)
+    fork.append(Call(tape="f", call="f.0", by="a", base="t.1", keep=3, keep_messages=2, new_prompt=[9], at=1.0))
+    (own,) = Tape(fork).calls
+    assert ([m["content"] for m in own.messages], own.prompt.tolist()) == (["start", "do 0"], [10, 11, 12, 9])
+
+
+def test_a_call_that_is_on_no_tape_has_a_whole_request_only_if_it_keeps_nothing():
+    first, second = (parse_record(call.body()) for call in Tape(build(2)).calls)
+    assert (first.messages, first.prompt.tolist()) == ([{"role": "user", "content": "start"}], [10, 11, 12])
+    for read in (lambda: second.messages, lambda: second.prompt):
+        with pytest.raises(NotATape, match=r"t\.1\b.*\bt\.0\b"):
+            read()
+    assert Call(tape="t", call="a", by="a", at=0.0).prompt is None, "an engine of text"
+
+
+def test_a_pickled_tape_has_the_whole_requests_of_a_long_conversation():
+    tape = Tape(build(300))
+    again = pickle.loads(pickle.dumps(tape))
+    assert again == tape
+    assert (again.calls[-1].messages, again.calls[-1].prompt) == (tape.calls[-1].messages, tape.calls[-1].prompt)
+
+
+def test_the_stored_names_of_a_call_and_its_equality_do_not_depend_on_its_tape():
+    call = Tape(build(2)).calls[1]
+    stored = json.loads(call.body())
+    assert [key for key in stored if key in ("messages", "prompt")] == ["messages", "prompt"]
+    assert call.model_dump(mode="json").keys() >= stored.keys()
+    assert call == parse_record(call.body()) == pickle.loads(pickle.dumps(call))
+    stored["new_prompt"] = stored.pop("prompt")
+    with pytest.raises(NewerRecord, match="new_prompt"):
+        parse_record(json.dumps(stored).encode())
 
 
 def test_a_call_that_keeps_less_drops_the_rest():
@@ -112,15 +157,15 @@ def test_a_call_that_keeps_less_drops_the_rest():
             base="t.1",
             keep=4,
             keep_messages=1,
-            prompt=[9],
+            new_prompt=[9],
             completion=[1],
-            messages=({"role": "user", "content": "x"},),
+            new_messages=({"role": "user", "content": "x"},),
             at=1.0,
         )
     )
     tape = Tape(log)
-    assert tape.call_prompt("c").tolist() == [10, 11, 12, 20, 9]
-    assert [m["content"] for m in tape.call_messages("c")] == ["start", "x"]
+    assert tape.call("c").prompt.tolist() == [10, 11, 12, 20, 9]
+    assert [m["content"] for m in tape.call("c").messages] == ["start", "x"]
 
 
 def test_none_is_not_zero():

@@ -46,20 +46,20 @@ def played(most: int, keep: Any) -> Tape:
 @pytest.mark.parametrize("keep", ["start", "end"])
 def test_a_long_prompt_keeps_the_system_prompt_the_newest_observation_and_the_generation_prompt(keep: Any) -> None:
     whole = played(10_000, keep)
-    most = len(whole.call_prompt(whole.calls[3]))
+    most = len(whole.calls[3].prompt)
     tape = played(most, keep)
     assert tape.status is Status.FINISHED
     assert [call.cut_messages > 0 for call in tape.calls] == [False] * 4 + [True] * 2
     ending = RENDERER.spell(RENDERER.prompt([{"role": "user", "content": "x"}]).ids).rpartition("x")[2]
     for k, call in enumerate(tape.calls):
-        messages = tape.call_messages(call)
-        said = RENDERER.spell(tape.call_prompt(call))
-        assert len(tape.call_prompt(call)) <= most
+        messages = call.messages
+        said = RENDERER.spell(call.prompt)
+        assert len(call.prompt) <= most
         assert messages[0] == {"role": "system", "content": "Be brief."}
         assert f"room {k}," in str(messages[-1]["content"])
         assert said.endswith(ending)
         assert len(messages) + call.cut_messages == 2 + 2 * k
-    last = RENDERER.spell(tape.call_prompt(tape.calls[-1]))
+    last = RENDERER.spell(tape.calls[-1].prompt)
     assert ("room 1," in last, "room 4," in last) == (keep == "start", keep == "end")
     assert sum(len(row.own) for row in rows(tape)) == sum(len(call.completion or ()) for call in tape.calls)
     assert run_async(replay(tape, AGENT, renderer=RENDERER)).outcome == "verified"

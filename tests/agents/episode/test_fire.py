@@ -189,7 +189,7 @@ def test_every_log_prob_on_the_tape_is_that_of_its_own_temperature() -> None:
         assert call.completion is not None
         exact = torch.cat(
             [
-                recompute(policy, tape.call_prompt(call), call.completion, t)[part]
+                recompute(policy, call.prompt, call.completion, t)[part]
                 for t, part in ((10.0, slice(0, 1)), (0.7, slice(1, None)))
             ]
         )

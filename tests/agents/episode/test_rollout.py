@@ -61,7 +61,7 @@ def test_an_episode_and_what_the_model_was_asked():
     assert [e.by for e in tape.entries] == ["env", "player", "env", "player", "env", "player"]
     assert [e.turn for e in tape.entries] == [0, 0, 0, 1, 1, 2]
     assert [(r.step, r.value) for r in tape.rewards] == [(1, -0.1), (3, -0.1), (5, 1.0)]
-    assert [m["content"] for m in tape.call_messages(tape.calls[-1])] == [
+    assert [m["content"] for m in tape.calls[-1].messages] == [
         "Guess the number. Answer with one digit.",
         "I think of a number from 1 to 9.",
         "5",
@@ -70,7 +70,7 @@ def test_an_episode_and_what_the_model_was_asked():
         "lower",
     ]
     assert [c.keep_messages for c in tape.calls] == [0, 3, 5]
-    assert [len(c.messages) for c in tape.calls] == [2, 1, 1]
+    assert [len(c.new_messages) for c in tape.calls] == [2, 1, 1]
     assert (tape.begin.group, tape.begin.attempt, tape.begin.task.private, tape.begin.task.bare) == ("g", 2, 7, True)
     assert [c.seed for c in tape.calls] == [derive_seed(3, "player", k) for k in range(3)]
     assert Tape.model_validate_json(tape.model_dump_json()) == tape
@@ -123,7 +123,7 @@ def test_nothing_private_reaches_a_prompt():
         assert "0.625" not in text
         assert "0.375" not in text
     for call in tape.calls:
-        assert canary not in str(tape.call_messages(call))
+        assert canary not in str(call.messages)
 
 
 class Raising(GuessNumber):

@@ -80,13 +80,13 @@ def test_engine_tape_and_row_agree_on_ids_and_places() -> None:
     shown = [picture.name for step in tape for picture in pictures_of(step)]
     assert len(shown) == 3
     for k, (call, request) in enumerate(zip(tape.calls, engine.asked, strict=True)):
-        assert (tape.call_prompt(call), tape.call_places(call)) == (request.prompt, request.places)
+        assert (call.prompt, tape.call_places(call)) == (request.prompt, request.places)
         assert [place.media for place in call.places] == [(shown[k],)]
         assert [place.media[0] for place in request.places] == shown[: k + 1]
         assert call.usage.prompt_tokens == len(request.prompt or ())
     (row,) = rows(tape)
     last = tape.calls[-1]
-    assert row.input_ids.tolist() == [*tape.call_prompt(last), *(last.completion or ())]
+    assert row.input_ids.tolist() == [*last.prompt, *(last.completion or ())]
     assert row.places == engine.asked[-1].places
     assert MARKER in row.input_ids[row.own]
     assert row.file is not None
@@ -158,7 +158,7 @@ def test_a_row_ends_where_another_picture_stands_at_the_same_ids(tokens: bool) -
     found = rows(tape, renderer=RENDERER)
     assert [[place.media[0] for place in row.places] for row in found] == [[a.name, b.name], [b.name, b.name]]
     one, two = (row.input_ids.tolist() for row in found)
-    n = len(tape.call_prompt(tape.calls[0])) if tokens else len(one)
+    n = len(tape.calls[0].prompt) if tokens else len(one)
     assert two[:n] == one[:n]  # only the picture differs
     assert not tokens or tape.calls[1].keep == found[0].places[0].offset
 
@@ -171,7 +171,7 @@ def test_a_fork_continues_the_row_of_its_prefix(tmp_path: Path) -> None:
     assert fork.status is Status.FINISHED, fork.cause
     first = fork.calls[0]
     assert (first.base, first.split) == (tape.calls[0].call, None)
-    assert first.keep == len(tape.call_prompt(tape.calls[0])) + len(tape.calls[0].completion or ())
+    assert first.keep == len(tape.calls[0].prompt) + len(tape.calls[0].completion or ())
     assert fork.call_places(first)[:1] == tape.call_places(tape.calls[0])
     assert engine.asked[0].places == fork.call_places(first)
     assert len(rows(fork)) == 1
@@ -182,7 +182,7 @@ def test_a_fork_continues_the_row_of_its_prefix(tmp_path: Path) -> None:
 def test_a_cut_prompt_holds_whole_pictures(keep: Any) -> None:
     seen = set()
     whole = played()
-    for most in [len(whole.call_prompt(call)) - 1 for call in whole.calls]:
+    for most in [len(call.prompt) - 1 for call in whole.calls]:
         engine = Babbler()
         tape = played(engine=engine, limits=Limits(prompt_tokens=most, keep_prompt=keep))
         for call, request in zip(tape.calls, engine.asked, strict=True):

@@ -55,7 +55,7 @@ def exact(tape: Tape) -> None:
     for row, name in found:
         call, here = tape.call(name), row.call == row.calls.index(name)
         start = int(row.own[here][0]) - int(row.offset[here][0])
-        assert list(row.input_ids[:start]) == list(tape.call_prompt(call))
+        assert list(row.input_ids[:start]) == list(call.prompt)
         assert list(row.input_ids[start : start + len(call.completion or ())]) == list(call.completion or ())
 
 
@@ -67,8 +67,8 @@ def test_the_next_prompt_continues_the_ids_of_the_answer_that_was_taken(shape: S
     begun, made = [], {call for entry in tape.entries if entry.turn == 0 for call, _, _ in entry.calls}
     for call in tape.calls[len(shape.answers) :]:
         before = [one for one in tape.calls if one.call in made and one.engine == "scripted"]
-        ends = [tape.call_prompt(one) + (one.completion or tape.call_prompt(one)[:0]) for one in before]
-        begun += [any(tape.call_prompt(call)[: len(end)] == end for end in ends)]
+        ends = [one.prompt + (one.completion or one.prompt[:0]) for one in before]
+        begun += [any(call.prompt[: len(end)] == end for end in ends)]
     if "guard" not in shape.name:  # of its answer, no step was made
         assert any(begun)
 

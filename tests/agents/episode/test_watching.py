@@ -265,8 +265,8 @@ def test_frames_are_sampled_after_and_trained_on_as_the_model_itself_reads_them(
     found = [row for tape in tapes for row in rows(tape)]
     assert [len(row.places) for row in found] == [6, 6], "two turns of three frames are one row"
     first = tapes[0].calls[0]
-    again = renderer.prompt(frames_of(tapes[0].call_messages(first)))
-    assert (again.ids, again.places) == (tapes[0].call_prompt(first), tapes[0].call_places(first))
+    again = renderer.prompt(frames_of(first.messages))
+    assert (again.ids, again.places) == (first.prompt, tapes[0].call_places(first))
     said = renderer.spell(again.ids)
     starts = [said.index(time) for time in TIMES]
     assert starts == sorted(starts)

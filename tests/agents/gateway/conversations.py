@@ -298,7 +298,7 @@ READ_EVENTS: Any = {"chat": _of_chunks, "responses": _of_response_events, "messa
 
 
 def prompts(tape: Tape) -> list[list[int]]:
-    return [[*tape.call_prompt(call)] for call in tape.calls]
+    return [[*call.prompt] for call in tape.calls]
 
 
 def history_of(tape: Tape) -> tuple[str | None, History]:
@@ -306,7 +306,7 @@ def history_of(tape: Tape) -> tuple[str | None, History]:
     last = tape.calls[-1]
     system: str | None = None
     history: History = []
-    for message in [*tape.call_messages(last), last.reply]:
+    for message in [*last.messages, last.reply]:
         content = message["content"] or ""
         assert isinstance(content, str)
         if message["role"] == "system":

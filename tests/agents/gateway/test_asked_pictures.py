@@ -90,7 +90,7 @@ def test_a_program_s_pictures_reach_the_model_and_the_tape(recorded: bool, tmp_p
         assert (tape.reward, tape.status) == (1.0, Status.FINISHED)
         assert [len(images(body)) for body in provider.asked] == [1, 2, 3, 4]
         assert [corner_of(shown) for shown in images(provider.asked[-1])] == [0, 3, 1, 2]
-        part = tape.call_messages(tape.calls[0])[0]["content"][1]
+        part = tape.calls[0].messages[0]["content"][1]
         assert part == {"type": "image", "media": f"{tape.calls[0].media[0]}", "width": 40, "height": 30}
         assert [len(call.media) for call in tape.calls] == [1, 1, 1, 1]  # each picture with the call that added it
         assert tape.calls[0].media[0] == Picture.of(square(0)).name  # one identity, whatever the file was
@@ -120,7 +120,7 @@ def test_the_detail_of_a_picture_is_on_the_call_and_reaches_a_hosted_model(detai
     with Store.create(tmp_path / "run") as store:
         tape = hosted(once, "2", provider, journal=store.writer)
     assert tape.reward == 1.0
-    assert tape.call_messages(tape.calls[0])[0]["content"][0].get("detail") == detail
+    assert tape.calls[0].messages[0]["content"][0].get("detail") == detail
     assert provider.asked[0]["messages"][0]["content"][0]["image_url"].get("detail") == detail
     assert verify(tmp_path / "run").exit_code == 0
 
@@ -156,7 +156,7 @@ def test_the_other_dialects_show_pictures_too(way: Callable[[bytes], tuple[str, 
 
     tape = hosted(once, "2", Provider(says=by_pixels))
     assert (tape.reward, tape.status) == (1.0, Status.FINISHED), tape.cause
-    _, (_, part) = (message["content"] for message in tape.call_messages(tape.calls[0]))
+    _, (_, part) = (message["content"] for message in tape.calls[0].messages)
     assert part == {"type": "image", "media": Picture.of(square(2)).name, "width": 40, "height": 30}
     assert errors[0].startswith(f"400 {place}: ")
 

@@ -40,9 +40,7 @@ def test_penalties_shape_the_answer_and_keep_it_from_rl(tmp_path: Path, follow: 
     assert [call.sampling.top_k for call in tape.calls] == ([0, 0, 1, 1] if follow else [0] * 4)
     again = embedded().complete  # the recorded settings sample the recorded tokens
     for call in tape.calls:
-        request = Request(
-            messages=[], prompt=tape.call_prompt(call), sampling=call.sampling, seed=call.seed or 0, cache_key=""
-        )
+        request = Request(messages=[], prompt=call.prompt, sampling=call.sampling, seed=call.seed or 0, cache_key="")
         assert asyncio.run(again(request)).ids == call.completion
 
 

@@ -47,10 +47,7 @@ def play(path: Path, program: Callable[[Client], Awaitable[None]], engine: Any =
 def uses(tape: Tape) -> dict[str, str]:
     """What each call asked last -> agent, auxiliary or discarded."""
     told = {label.call: label.use for label in tape.layers}  # type: ignore[attr-defined]
-    return {
-        f"{k} {tape.call_messages(call)[-1]['content']}": told.get(call.call, "agent")
-        for k, call in enumerate(tape.calls)
-    }
+    return {f"{k} {call.messages[-1]['content']}": told.get(call.call, "agent") for k, call in enumerate(tape.calls)}
 
 
 def trained(tape: Tape) -> list[list[str]]:
@@ -271,7 +268,7 @@ def test_a_parent_that_is_recorded_late_is_adopted(tmp_path: Path):
     assert (label.call, label.use, label.after) == (later.call, "agent", parent.call)  # type: ignore[attr-defined]
     (row,) = rows(tape)
     assert row.calls == (parent.call, later.call)
-    whole = [*tape.call_prompt(later), *(later.completion or ())]
+    whole = [*later.prompt, *(later.completion or ())]
     assert list(row.input_ids) == whole
     own = [*(parent.completion or ()), *(later.completion or ())]
     assert [whole[k] for k in row.own] == own

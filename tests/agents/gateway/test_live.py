@@ -91,7 +91,7 @@ def test_the_first_piece_is_here_before_the_last_token_is_sampled(tmp_path: Path
             (call,) = found.calls
             assert usage["usage"]["completion_tokens"] == len(call.completion or ())
             assert last["choices"][0]["token_ids"] == list(call.completion or ())
-            assert last["prompt_token_ids"] == list(found.call_prompt(call))
+            assert last["prompt_token_ids"] == list(call.prompt)
             assert [entry["logprob"] for entry in last["choices"][0]["logprobs"]["content"]] == pytest.approx(
                 list(call.logprobs or ())
             )

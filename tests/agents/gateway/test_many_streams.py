@@ -136,7 +136,7 @@ def test_64_streams_lose_and_mix_nothing(tmp_path: Path):
     model, sampled = endless(), 0
     for k, tape in enumerate(tapes):
         (call,) = asked(tape)
-        prompt, ids = list(tape.call_prompt(call)), list(call.completion)
+        prompt, ids = list(call.prompt), list(call.completion)
         assert prompt == list(RENDERER.prompt([{"role": "user", "content": f"tape {k}"}]).ids)
         torch.testing.assert_close(logprobs(model, prompt, ids), torch.tensor(call.logprobs), atol=1e-4, rtol=0)
         said = RENDERER.decode(ids)

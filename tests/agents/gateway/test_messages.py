@@ -385,7 +385,7 @@ def test_one_conversation_has_the_same_prompts_in_every_dialect(tmp_path: Path):
 
     ways = [through_chat, through_responses, through_messages, through_two]
     tapes = [asyncio.run(scene(tmp_path / way.__name__, way)) for way in ways]
-    prompts = [[list(tape.call_prompt(call)) for call in tape.calls if call.engine != "authored"] for tape in tapes]
+    prompts = [[list(call.prompt) for call in tape.calls if call.engine != "authored"] for tape in tapes]
     assert len(prompts[0]) == 2
     assert prompts == prompts[:1] * 4
     assert [len(rows(tape)) for tape in tapes] == [1] * 4

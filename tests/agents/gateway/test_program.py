@@ -167,7 +167,7 @@ def test_questions_asked_at_once_may_come_back_in_any_order():
 
 
 def _asked(tape: Tape) -> Any:
-    return lambda call: tape.call_messages(call)[0]["content"]
+    return lambda call: call.messages[0]["content"]
 
 
 def test_the_same_seed_gives_the_same_answers_in_whatever_order_they_are_asked():

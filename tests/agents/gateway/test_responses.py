@@ -348,9 +348,9 @@ def test_a_conversation_continues_by_its_id(tmp_path: Path):
     tape, refused = asyncio.run(scene())
     first, second, third, fourth = tape.calls
     assert (second.base, fourth.base, second.split, fourth.split) == (first.call, second.call, None, None)
-    said_third = [message["content"] for message in tape.call_messages(third) if message["role"] != "assistant"]
+    said_third = [message["content"] for message in third.messages if message["role"] != "assistant"]
     assert said_third == ["be long", "go", "3", "more"]
-    assert [message["role"] for message in tape.call_messages(fourth)] == [
+    assert [message["role"] for message in fourth.messages] == [
         *("system", "user", "assistant", "tool", "assistant", "user")
     ]
     for (status, body), param in zip(refused, ["previous_response_id"] * 2 + ["input"] * 3, strict=True):
@@ -394,10 +394,10 @@ def test_what_is_sent_next_to_a_reference_counts(tmp_path: Path):
     tape, refused = asyncio.run(scene())
     assert refused[0] == 400
     assert refused[1]["error"]["code"] == "previous_response_not_found"
-    first, *following = [call for call in tape.calls if tape.call_messages(call)[0]["content"] == "go"]
-    sent = [tape.call_messages(call)[1] for call in following]
-    sampled = [*tape.call_prompt(first), *(first.completion or ())]
-    held = [list(tape.call_prompt(call)[: len(sampled)]) == sampled for call in following]
+    first, *following = [call for call in tape.calls if call.messages[0]["content"] == "go"]
+    sent = [call.messages[1] for call in following]
+    sampled = [*first.prompt, *(first.completion or ())]
+    held = [list(call.prompt[: len(sampled)]) == sampled for call in following]
     assert held == [True, True, *[False] * 5]
     assert sent[:2] == [first.reply] * 2
     assert [

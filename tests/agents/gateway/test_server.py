@@ -52,7 +52,7 @@ def test_a_tape_through_the_gateway_is_an_ordinary_one(tmp_path: Path):
     for call, answer in zip(tape.calls, said, strict=True):
         choice = answer["choices"][0]
         assert choice["token_ids"] == list(call.completion or ())
-        assert answer["prompt_token_ids"] == list(tape.call_prompt(call))
+        assert answer["prompt_token_ids"] == list(call.prompt)
         assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == pytest.approx(list(call.logprobs or ()))
         assert answer["usage"]["completion_tokens"] == len(call.completion or ())
         assert call.spans == (("run:0", 0, len(call.completion or ())),)
@@ -140,7 +140,7 @@ def test_tools_come_back_as_calls_and_go_on_in_the_same_row(tmp_path: Path):
     tape = asyncio.run(scene())
     first, second = tape.calls
     assert second.base == first.call
-    assert second.keep == len(tape.call_prompt(first)) + len(first.completion)
+    assert second.keep == len(first.prompt) + len(first.completion)
     assert len(rows(tape)) == 1
 
 
@@ -191,7 +191,7 @@ def test_an_answer_is_recognised_however_a_client_writes_it_back(echo: Callable[
     tape = asyncio.run(scene())
     assert [call.split for call in tape.calls] == [None] * 4
     assert len(rows(tape)) == 1
-    asked = tape.calls[-1].messages[-1:]
+    asked = tape.calls[-1].new_messages[-1:]
     assert asked == ({"role": "user", "content": "sure?"},)
 
 
@@ -239,7 +239,7 @@ def test_results_of_parallel_calls_are_read_in_the_order_of_the_calls(way: str, 
             return there.tape(tape)
 
     tape = asyncio.run(scene())
-    asked = tape.call_messages(tape.calls[1])
+    asked = tape.calls[1].messages
     assert [message["content"] for message in asked if message["role"] == "tool"] == ["one", "two"]
     assert len(rows(tape)) == 1
 

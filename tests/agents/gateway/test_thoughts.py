@@ -205,7 +205,7 @@ def test_a_changed_thought_is_not_the_models(name: str, change: Any, tmp_path: P
     assert found[-1] == ("it is three.", "done", [])
     first, second = tape.calls
     assert second.split is not None
-    (echo,) = [message for message in tape.call_messages(second) if message["role"] == "assistant"]
+    (echo,) = [message for message in second.messages if message["role"] == "assistant"]
     assert echo["content"] == "i add."  # the changed thought isn't shown to the model
     assert THOUGHT not in echo
     assert first.text == SAID[0]

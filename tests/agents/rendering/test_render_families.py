@@ -238,8 +238,8 @@ def test_nothing_is_trained_twice_when_thinking_is_stripped() -> None:
             base=rendered.base.call if rendered.base else None,
             keep=rendered.keep,
             keep_messages=rendered.keep_messages,
-            messages=rendered.messages[rendered.keep_messages :],
-            prompt=rendered.new,
+            new_messages=rendered.messages[rendered.keep_messages :],
+            new_prompt=rendered.new,
             completion=ids,
             logprobs=[-1.0] * len(ids),
             text=text,
@@ -258,7 +258,7 @@ def test_nothing_is_trained_twice_when_thinking_is_stripped() -> None:
     owned = [(row.calls[c], int(id)) for row in made for c, id in zip(row.call, row.input_ids[row.own], strict=True)]
     assert owned == [(call.call, id) for call in tape.calls for id in call.completion]
     for call in tape.calls:
-        assert list(tape.call_prompt(call)) == whole("qwen3", tape.call_messages(call)) or call.call == "call2"
+        assert list(call.prompt) == whole("qwen3", call.messages) or call.call == "call2"
 
 
 def test_white_space_that_a_template_trims_is_kept_or_starts_a_row() -> None:

@@ -99,8 +99,8 @@ class Episode:
             base=rendered.base.call if rendered.base is not None else None,
             keep=rendered.keep,
             keep_messages=rendered.keep_messages,
-            messages=rendered.messages[rendered.keep_messages :],
-            prompt=rendered.new,
+            new_messages=rendered.messages[rendered.keep_messages :],
+            new_prompt=rendered.new,
             completion=completion,
             logprobs=[-0.5] * len(completion),
             text=self.renderer.decode(completion),
@@ -150,8 +150,8 @@ def check(episode: Episode) -> None:
     """The tape, read back from its bytes, says what the engine saw; each completion is own in exactly one row."""
     tape = episode.tape()
     for call, ids, messages in zip(tape.calls, episode.seen, episode.asked, strict=True):
-        assert tape.call_prompt(call) == ids
-        assert tuple(tape.call_messages(call)) == messages
+        assert call.prompt == ids
+        assert tuple(call.messages) == messages
     made = rows(tape)
     owned = [(row.calls[c], int(id)) for row in made for c, id in zip(row.call, row.input_ids[row.own], strict=True)]
     assert sorted(owned) == sorted((call.call, id) for call in episode.calls for id in call.completion or ())

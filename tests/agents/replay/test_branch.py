@@ -51,11 +51,11 @@ def asked(tape: Tape, since: int) -> list[Any]:
             call.by,
             call.conversation,
             call.seed,
-            tape.call_messages(call),
+            call.messages,
             call.text,
             call.completion,
             call.finish,
-            tape.call_prompt(call) if call.prompt is not None else None,
+            call.prompt,
         )
         for call in calls
     ]

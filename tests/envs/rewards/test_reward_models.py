@@ -106,7 +106,7 @@ def test_with_a_tokenizer_a_sample_is_exactly_what_was_sampled():
     tape = asyncio.run(rollout(SPEAKER, Asks, Task(public="ab?"), engine=engine))
     call = tape.calls[-1]
     sample = sample_of(tape, decode=tokenizer.decode)
-    assert sample.prompt == tokenizer.decode(tape.call_prompt(call).tolist())
+    assert sample.prompt == tokenizer.decode(call.prompt.tolist())
     assert sample.query == sample.prompt + tokenizer.decode(list(call.completion or ()))
     assert sample.query != sample_of(tape).query, "special tokens are in it"
 

@@ -182,17 +182,17 @@ def load_renderer(model: str) -> Any:
 @pytest.mark.parametrize("keep", ["start", "end"])
 def test_a_long_prompt_is_cut_and_the_row_is_what_the_model_read(keep: str, model: str, tmp_path: Path) -> None:
     whole = train(model, tmp_path / "whole", env=Talk)
-    most = min(len(tape.call_prompt(tape.calls[3])) for tape in whole.tapes()) - 1
+    most = min(len(tape.calls[3].prompt) for tape in whole.tapes()) - 1
     settings = {"loop__limits__prompt_tokens": most, "loop__sampler_tolerance": 1e-5}
     run = train(model, tmp_path / "run", env=Talk, loop__limits__keep_prompt=keep, **settings)
     renderer = load_renderer(model)
     cut = 0
     for tape in run.tapes():
         for call in tape.calls:
-            assert len(tape.call_prompt(call)) <= most
+            assert len(call.prompt) <= most
             if call.cut_messages:
                 cut += 1
-                assert tape.call_prompt(call) == renderer.prompt(tape.call_messages(call)).ids  # whole messages
+                assert call.prompt == renderer.prompt(call.messages).ids  # whole messages
                 assert call.cut > 0
         assert sum(len(row.own) for row in rows(tape)) == sum(len(call.completion or ()) for call in tape.calls)
     assert cut
@@ -210,7 +210,7 @@ def test_a_prompt_is_cut_to_what_an_answer_leaves_of_the_context_or_ends_the_epi
 ) -> None:
     context = {"loop__limits__context": 30, "loop__sampling__ignore_eos": True}
     kept = train(model, tmp_path / "kept", env=Talk, loop__limits__keep_prompt="end", **context)
-    cut = [len(tape.call_prompt(call)) for tape in kept.tapes() for call in tape.calls if call.cut_messages]
+    cut = [len(call.prompt) for tape in kept.tapes() for call in tape.calls if call.cut_messages]
     assert 0 < max(cut) <= 24
     assert {len(call.completion or ()) for tape in kept.tapes() for call in tape.calls} == {6}
     for name, more in {"context": context, "prompt": {"loop__limits__prompt_tokens": 24}}.items():
@@ -242,7 +242,7 @@ def pieces(run: tr.Run) -> list[tuple[list[int], list[int]]]:
     """(context, targets) of the corpus's tapes, in order. One that a kill cut off is there too, but is no row."""
     whole = [tape for tape in run.tapes(split="corpus") if tape.trains]
     tapes = sorted(whole, key=lambda tape: tape.begin.attempt)
-    return [(list(tape.call_prompt(tape.calls[0])), list(tape.calls[0].completion or ())) for tape in tapes]
+    return [(list(tape.calls[0].prompt), list(tape.calls[0].completion or ())) for tape in tapes]
 
 
 def shown(run: tr.Run) -> list[list[str]]:

@@ -216,7 +216,7 @@ def test_one_agent_of_several_is_trained_and_the_others_are_context():
 
 
 def test_text_that_nobody_tokenised_needs_a_renderer_or_a_tokens_layer():
-    text = Call(tape="t", call="a", by="main", messages=({"role": "user", "content": "ab"},), text="cd", at=0.0)
+    text = Call(tape="t", call="a", by="main", new_messages=({"role": "user", "content": "ab"},), text="cd", at=0.0)
     tape = tape_of(text)
     with pytest.raises(NotATape, match="`Renderer`"):
         rows(tape)
@@ -256,7 +256,7 @@ def test_a_fork_s_prefix_is_context_and_its_own_tokens_are_labels():
     )
     (whole,), (row,) = rows(parent), rows(child)
     assert WORDS.decode(row.labels()[row.own].tolist()) == "d<|end|>d<|end|>"
-    kept = len(parent.call_prompt(parent.calls[0])) + len(parent.calls[0].completion)
+    kept = len(parent.calls[0].prompt) + len(parent.calls[0].completion)
     assert row.input_ids[:kept].tolist() == whole.input_ids[:kept].tolist()
     assert row.own.min() > kept
     assert row.turn.tolist() == [1, 1, 2, 2]

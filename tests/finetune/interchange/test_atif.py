@@ -210,7 +210,7 @@ def test_every_kind_of_tape_is_in_the_types_of_the_format_and_complete(kind: str
         mine = [step for step in made["steps"] if step["extra"]["conversation"] == number]
         for k, step in enumerate(mine):
             if "call" in step["extra"]:
-                read = tape.call_messages(step["extra"]["call"])
+                read = tape.call(step["extra"]["call"]).messages
                 assert [one["message"] for one in mine[:k]] == [message["content"] for message in read]
 
 
@@ -220,7 +220,7 @@ def test_metrics_are_those_of_the_calls(tmp_path: Path) -> None:
     metrics = [step["metrics"] for step in made["steps"] if "metrics" in step]
     for found, one in zip(metrics, tape.calls, strict=True):
         assert one.logprobs is not None
-        assert found["prompt_token_ids"] == list(tape.call_prompt(one))
+        assert found["prompt_token_ids"] == list(one.prompt)
         assert found["completion_token_ids"] == list(one.completion or ())
         assert found["logprobs"] == pytest.approx(list(one.logprobs))
         assert found["prompt_tokens"] == one.usage.prompt_tokens

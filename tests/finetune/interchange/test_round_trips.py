@@ -201,7 +201,7 @@ def test_the_standard_forms_of_trl_are_read(tmp_path: Path, format: str, row: An
     (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(row).encode())
     read(tmp_path / "rows.jsonl", tmp_path / "run", format)
     tapes = tapes_of(tmp_path / "run")
-    assert [[(tape.call_messages(c)[-1]["content"], c.reply["content"]) for c in tape.calls] for tape in tapes] == [
+    assert [[(c.messages[-1]["content"], c.reply["content"]) for c in tape.calls] for tape in tapes] == [
         [pair] for pair in said
     ], "only the completion is to be learned"
     if format == "preference":

@@ -222,7 +222,7 @@ def played(program: list[Any], made: tuple[Renderer, int], seed: int, fork: Tape
 def check(tape: Tape, engine: Dice) -> None:
     """The three promises, on one tape."""
     asked = [call for call in tape.calls if call.engine != "authored"]
-    recorded = [(c.by, tape.call_prompt(c), c.completion) for c in asked]
+    recorded = [(c.by, c.prompt, c.completion) for c in asked]
     assert recorded == [(s.path, s.prompt, s.ids) for s in engine.seen]
     made = rows(tape)
     check_labels(tape, made)
@@ -247,7 +247,7 @@ def check_labels(tape: Tape, made: list[Row]) -> None:
         for index, name in enumerate(row.calls):
             call, mine = tape.call(name), row.call == index
             at = row.own[mine]
-            whole = [*tape.call_prompt(name), *call.completion]
+            whole = [*tape.call(name).prompt, *call.completion]
             assert row.input_ids[: at[-1] + 1].tolist() == whole
             assert at.tolist() == list(range(len(whole) - len(call.completion), len(whole)))
             if call.logprobs is not None:
@@ -269,7 +269,7 @@ def check_splits(tape: Tape, made: list[Row]) -> None:
         extends = False
         if call.base is not None:
             base = tape.call(call.base)
-            extends = call.keep == len(tape.call_prompt(base)) + len(base.completion)
+            extends = call.keep == len(base.prompt) + len(base.completion)
         if not extends:
             assert call.split is not None or call.base is None, call
         if call.split is not None:

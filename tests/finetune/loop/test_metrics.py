@@ -259,7 +259,7 @@ def test_returns_have_shapes_and_penalties_and_the_critic_its_rate(tmp_path: Pat
         n = sum(len(call.completion or ()) for call in tape.calls)
         kl = 0.0
         for call in tape.calls:
-            reading.calls = [([*tape.call_prompt(call), *(call.completion or ())], len(tape.call_prompt(call)))]
+            reading.calls = [([*call.prompt, *(call.completion or ())], len(call.prompt))]
             reading.temperature = 1.0
             with torch.no_grad():
                 kl += sum(old - ref for old, ref in zip(call.logprobs, reading.scores()[0].tolist(), strict=True))

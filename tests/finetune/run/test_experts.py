@@ -49,7 +49,7 @@ def balance(model: Path, run: Path, tapes: list[str]) -> float:
     body: Any = AutoModelForCausalLM.from_pretrained(model).model
     with Store.open(run) as store:
         calls = [(store.tape(tape), store.tape(tape).calls[0]) for tape in tapes]
-        rows = [[*tape.call_prompt(call), *(call.completion or ())][:-1] for tape, call in calls]
+        rows = [[*call.prompt, *(call.completion or ())][:-1] for tape, call in calls]
     width = max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])

@@ -96,7 +96,7 @@ class Reading:
             for turn, call in enumerate(tape.calls):
                 assert call.completion is not None
                 assert call.logprobs is not None
-                prompt = list(tape.call_prompt(call))
+                prompt = list(call.prompt)
                 self.calls.append(([*prompt, *call.completion], len(prompt)))
                 self.world.tokens += [Said(len(self.world.episodes), turn, old=old) for old in call.logprobs]
             self.world.episodes.append(Attempt(tape.begin.group, tape.reward, paid, length=length))

@@ -87,7 +87,7 @@ def answers_of(run: Path, model: Path) -> list[list[slow.Answer]]:
 def _answer(tape: tr.Tape, base: Any) -> slow.Answer:
     answer = slow.Answer([], [], [], [])
     for turn, call in enumerate(tape.calls, 1):
-        prompt, own = list(tape.call_prompt(call)), list(call.completion or ())
+        prompt, own = list(call.prompt), list(call.completion or ())
         with torch.no_grad():
             logits = base(input_ids=torch.tensor([[*prompt, *own]])).logits[0].log_softmax(-1)
         answer.old += list(call.logprobs or ())

@@ -124,8 +124,8 @@ class Recording:
         """One call: extends the one before, or begins a row anew where `split` says why."""
         self.calls += 1
         base = self.last if split is None else None
-        said = base.keep_messages + len(base.messages) + 1 if base is not None else 0
-        keep = base.keep + len(base.prompt or ()) + len(base.completion or ()) if base is not None else 0
+        said = base.keep_messages + len(base.new_messages) + 1 if base is not None else 0
+        keep = base.keep + len(base.new_prompt or ()) + len(base.completion or ()) if base is not None else 0
         ids = ints([*map(ord, answer), 3])
         known = floats(logprobs if logprobs is not None else [-0.1 * (k % 7) for k in range(len(ids))])
         head = ({"role": "system", "content": system},) if system is not None else ()
@@ -136,8 +136,8 @@ class Recording:
             base=base.call if base else None,
             keep=keep,
             keep_messages=said,
-            messages=(*head, {"role": "user", "content": heard}),
-            prompt=ints(map(ord, heard)),
+            new_messages=(*head, {"role": "user", "content": heard}),
+            new_prompt=ints(map(ord, heard)),
             completion=ids,
             logprobs=known if version else None,
             text=answer,

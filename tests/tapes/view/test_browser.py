@@ -555,4 +555,4 @@ def test_the_tokens_of_a_picture_are_one_chip(page: Any, tmp_path: Path):
         assert chip.count() == 1
         assert chip.inner_text() == "picture, 4 tokens"
         assert chip.get_attribute("title") == f"{name} 40x30 grid 1x4x4"
-        assert page.locator(".tokens .tok.context").count() == len(call.prompt or ()) - 4
+        assert page.locator(".tokens .tok.context").count() == len(call.new_prompt or ()) - 4

@@ -132,11 +132,11 @@ def test_a_call_shows_its_exact_request_and_how_it_differs(view: RunView, run: P
         tape = store.tape("g0a1")
     call = view.call("g0a1", "g0a1.3")
     assert [(m["role"], m["text"]) for m in call["messages"]] == [
-        (m["role"], m["content"]) for m in tape.call_messages("g0a1.3")
+        (m["role"], m["content"]) for m in tape.call("g0a1.3").messages
     ]
     assert call["diff"] == {"before": "g0a1.2", "same": 3, "removed": []}
     assert json.loads(call["tools"]["schemas"]) == [{"name": "add"}], "spelled out on the first call only"
-    assert (call["kept"], call["new_total"]) == (len(tape.call_prompt("g0a1.3")) - len("turn 2: what is 6 * 7?"), 22)
+    assert (call["kept"], call["new_total"]) == (len(tape.call("g0a1.3").prompt) - len("turn 2: what is 6 * 7?"), 22)
     assert view.call("g0a1", "g0a1.1")["diff"] is None
 
 
@@ -157,7 +157,7 @@ def test_a_window_of_a_long_request_is_the_request_from_there_on(tmp_path: Path,
     with RunView(tmp_path / "run") as view:
         view.overview()
         call = view.call("talk", "talk.60", start)
-        whole = [m["content"] for m in view.store.tape("talk").call_messages("talk.60")]
+        whole = [m["content"] for m in view.store.tape("talk").call("talk.60").messages]
     assert call["total"] == len(whole) == 119
     assert call["from"] == (119 - 40 if start is None else min(start, 119))
     assert [m["text"] for m in call["messages"]] == whole[call["from"] :]

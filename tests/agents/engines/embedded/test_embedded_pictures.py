@@ -502,8 +502,6 @@ def test_an_engine_of_a_configuration_records_episodes_that_the_model_confirms(f
             assert call.completion is not None
             places = tape.call_places(call)
             FILES.update({place.media[0]: tape.picture(place.media[0]) for place in places})
-            request = Request(
-                messages=(), prompt=tape.call_prompt(call), places=tuple(places), sampling=sampling, seed=0
-            )
+            request = Request(messages=(), prompt=call.prompt, places=tuple(places), sampling=sampling, seed=0)
             exact = oracle(found, found.model, request, call.completion)
             assert float((exact - torch.tensor(call.logprobs)).abs().max()) < EXACT
