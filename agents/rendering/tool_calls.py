@@ -8,7 +8,6 @@ that was cut off has no calls, because the model hadn't finished it.
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -496,7 +495,7 @@ def tool_schema(tool: ToolLike) -> dict[str, JsonValue]:
         return tool
     if isinstance(tool, Tool):
         return tool.schema
-    if inspect.isroutine(tool):
+    if callable(tool) and not isinstance(tool, type):
         return of_function(tool).schema
     if not isinstance(tool, type) or not issubclass(tool, BaseModel):
         raise BadArgument(

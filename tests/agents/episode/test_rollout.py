@@ -623,7 +623,12 @@ def test_a_call_with_a_bad_argument_ends_its_own_episode_alone(arguments: dict[s
     assert (tape.calls, Tape.of(tape.bodies)) == ([], tape), "the tape can be read"
 
 
-def test_functions_are_offered_by_their_hints():
+def test_functions_and_callable_objects_are_offered_by_their_hints():
+    class Counter:
+        def __call__(self, by: int) -> int:
+            """Count."""
+            return by
+
     seen: list[Any] = []
 
     def model(request: Request) -> str:
@@ -632,12 +637,12 @@ def test_functions_are_offered_by_their_hints():
 
     @agent
     async def asks(tape: Tape, llm: LLM) -> AsyncIterator[Any]:
-        reply = await llm(tape, tools=[named], max_tokens=5, temperature=0)
+        reply = await llm(tape, tools=[named, Counter()], max_tokens=5, temperature=0)
         yield Guess(number=int(reply.tool_calls[0].arguments["query"]))
 
     tape = run(asks, GuessNumber(), 7, engine=ScriptedEngine(model))
     assert (tape.reward, tape.calls[0].sampling) == (1.0, Sampling(temperature=0, max_tokens=5))
-    assert [one["function"]["name"] for one in seen] == ["named"]
+    assert [one["function"]["name"] for one in seen] == ["named", "Counter"]
     assert seen[0]["function"]["parameters"]["properties"]["query"]["description"] == "what to look for"
 
 
