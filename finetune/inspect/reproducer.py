@@ -29,7 +29,19 @@ from ...tapes.records import Use, total_reward
 from ...tapes.store.ledger import Ledger
 from ...tapes.store.store import Store
 from ...tapes.value import STANDINGS, Standing, Value
-from ..loop.history import SUMS, TURNS, BrokenHistory, Differs, History, apply_again, computed_on, elsewhere
+from ..loop.history import (
+    RULES,
+    SCHEDULES,
+    SUMS,
+    TURNS,
+    BrokenHistory,
+    Differs,
+    History,
+    apply_again,
+    computed_on,
+    elsewhere,
+    old_schedule,
+)
 from ..loop.plan import Plan, by_update, taught_by
 from ..loop.staleness import version_name
 from ..trainer.checkpoint import (
@@ -262,12 +274,15 @@ class _Walk:
 
     def _apply(self, epochs: list[Use]) -> None:
         on: Any = epochs[0].info.get("on") or {}
-        trainer = self.history.enter(Plan.of(epochs[0]).phase)
+        plan = Plan.of(epochs[0])
+        trainer = self.history.enter(plan.phase)
         # The number of threads is left out: an update is applied with the recorded number, so it can't differ.
         here = {**computed_on(trainer), "threads": on.get("threads")}
         self.other = elsewhere(on, here) or self.other
-        if SUMS not in on and any(map(self._rounded, Plan.of(epochs[0]).tapes)):
-            self.other = f"a version whose {SUMS} are exact"
+        differs = {SUMS: lambda: any(map(self._rounded, plan.tapes)), SCHEDULES: lambda: old_schedule(trainer, plan)}
+        for rule, changes in differs.items():
+            if rule not in on and rule not in self.other and changes():
+                self.other += f"{', ' * bool(self.other)}a version with {rule} {RULES[rule]}"
         if (ranks := on.get("ranks", here["ranks"])) != here["ranks"]:
             run = self.history.store.path
             self.remedy = f". Use as many processes: torchrun --nproc-per-node {ranks} -m tapereel reproduce {run}"
@@ -354,10 +369,9 @@ class _Walk:
 
     def _differs(self, difference: Difference) -> Reproduction:
         bits = ("recipe", "reference", "loss", "grad_norm", "weights", "checkpoint", "trainer")
-        if TURNS in self.other:  # another formula for advantages trains other tokens too
-            bits = (*bits, "items", "filtered", "skipped", "taught")
-        if SUMS in self.other:  # rewards that are equal now may have differed, so other groups were flat
-            bits = (*bits, "items", "filtered", "skipped")
+        if any(rule in self.other for rule in (TURNS, *RULES)):
+            # Another formula trains other tokens too, for example if rewards that are equal now differed.
+            bits = (*bits, "items", "filtered", "skipped", "taught", "lr")
         if self.other and difference.field in bits:
             return self._made(
                 "unverifiable",

@@ -530,7 +530,20 @@ TURNS = "formula for rewards per turn"
 They counted a turn that isn't scored as 0, and compared rewards before adding them up to returns."""
 
 SUMS = "sums of rewards"
-"""Condition of an update whose rewards were summed exactly. Earlier versions rounded after each component."""
+SCHEDULES = "learning rates"
+RULES: dict[str, JsonValue] = {SUMS: "exact", SCHEDULES: "of the update"}
+"""Conditions of each update that earlier versions didn't record, because other rules held. Sums of rewards were rounded
+after each component. Schedules counted optimiser steps, and the policy's didn't wait for `critic.first`."""
+
+
+def old_schedule(trainer: PolicyTrainer, plan: Plan) -> bool:
+    """Whether a schedule that counts optimiser steps gives this update another learning rate."""
+    steps, critic = plan.epochs * plan.minibatches, trainer.critic
+    every = [(trainer.options.schedule, steps)]
+    if critic is not None:
+        every.append((critic.options.schedule, steps * critic.passes))
+    return trainer.options.critic_first > 0 or any(schedule.varies and n > 1 for schedule, n in every)
+
 
 CPU_NAMES = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
 """Fields of `/proc/cpuinfo` that identify the processor. The first three exist on x86_64, and the others on aarch64."""
@@ -570,7 +583,7 @@ def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
         "device": device.type,
         "chip": chip,
         "ranks": trainer.ranks.size,
-        SUMS: "exact",
+        **RULES,
         **({"sequence_parallel": sequence.size} if (sequence := trainer.ranks.sequence) is not None else {}),
         **({TURNS: 2} if trainer.recipe.reward.reads_turns else {}),
         **({"processor": trainer.vision.hash} if trainer.vision is not None else {}),

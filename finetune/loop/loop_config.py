@@ -73,7 +73,8 @@ class CriticConfig(Config):
     passes: int = Field(default=4, ge=1)
     """Number of optimiser steps on each update's targets."""
     first: int = Field(default=0, ge=0)
-    """Number of updates at the beginning of the loop that train only the critic."""
+    """Number of updates at the beginning of the loop that train only the critic. The policy's schedule begins after
+    them."""
 
     @model_validator(mode="after")
     def _keeps_activations(self) -> CriticConfig:

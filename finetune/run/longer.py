@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from ...tapes.common.stats import TOLERANCE
 from ...tapes.errors import UsageError
 from ...tapes.store.run_directory import Change, Lengthened, Results, RunDir
-from ..loop.loop_config import LoopConfig, OptimiserConfig
+from ..loop.loop_config import LoopConfig
 from .player_config import PlayerConfig
 
 UPDATES, STOP_AT = "loop.updates", "loop.stop_at"
@@ -29,10 +29,6 @@ def reached(results: Results, stop_at: float | None) -> bool:
 def lengthening(loop: LoopConfig, warm: int, players: Mapping[str, PlayerConfig]) -> dict[str, Change]:
     """Return the functions that `open_run` calls if `loop.updates` or `loop.stop_at` has changed. `loop` has the new
     values. `warm` is the number of updates before the loop."""
-    optimisers = {"loop.optimiser": loop.optimiser}
-    for name, player in players.items():
-        if player.optimiser is not None:
-            optimisers[f"players.{name}.optimiser"] = player.optimiser
 
     def done_by(run: RunDir) -> int:
         return max(run.store.ledger(run.results.lineage).next_update - warm, 0)
@@ -50,8 +46,7 @@ def lengthening(loop: LoopConfig, warm: int, players: Mapping[str, PlayerConfig]
                 f"loop.stop_at={loop.stop_at:g} in {run.path}; raise loop.stop_at too, or set it to null"
             )
         if now > then:
-            for name, optimiser in optimisers.items():
-                _check_rate(name, optimiser, then, now, steps=loop.epochs * loop.minibatches)
+            check_rates(loop, players, begun=True)
         return continued(run, then)
 
     def new_stop(run: RunDir, then: float | None, now: float | None) -> str:
@@ -78,13 +73,21 @@ def end_name(results: Results, updates: int) -> str:
     return f"after-{updates:06d}" if ended else "after"
 
 
-def _check_rate(name: str, optimiser: OptimiserConfig, then: int, now: int, *, steps: int) -> None:
-    schedule = optimiser.schedule
-    if schedule.factor(now * steps - 1) > 0:
-        return
-    raise UsageError(
-        f"{name}.schedule is {schedule.kind} and ends at 0 after {schedule.total} optimiser steps, so the last of the "
-        f"updates {then + 1} to {now} would change nothing. The schedule can't change, since the recorded updates "
-        f"follow it: set loop.updates to at most {schedule.total // steps if schedule.total else then}, or begin "
-        "another run with the model of the last checkpoint (its hf/ as engine.model) and a schedule of its own"
-    )
+def check_rates(loop: LoopConfig, players: Mapping[str, PlayerConfig], *, begun: bool = False) -> None:
+    """Raise UsageError if a policy's learning rate is 0 before the last update of the loop. In a run that has `begun`,
+    the schedules can't change."""
+    optimisers = {"loop.optimiser": loop.optimiser}
+    optimisers |= {f"players.{name}.optimiser": player.optimiser for name, player in players.items()}
+    first = loop.critic.first if loop.critic is not None else 0
+    for name, optimiser in optimisers.items():
+        last = loop.updates - first - 1
+        if optimiser is None or last < 0 or optimiser.schedule.factor(last) > 0:
+            continue
+        schedule, remedy = optimiser.schedule, f"{name}.schedule.total to at least {last + 1}"
+        if begun:
+            remedy = "begin another run with the last checkpoint's hf/ as engine.model and a schedule of its own"
+        raise UsageError(
+            f"{name}.schedule is {schedule.kind} and ends at 0 after {schedule.total} updates, so the rest of the "
+            f"{loop.updates} updates (loop.updates) would change nothing. Set loop.updates to at most "
+            f"{(schedule.total or 0) + first}, or {remedy}"
+        )

@@ -34,7 +34,7 @@ try:
     from ..loop.loop import check_recipe
     from ..trainer.distributed import launched
     from .loaded_run import LoadedRun
-    from .longer import lengthening
+    from .longer import check_rates, lengthening
     from .policy import check_begun
     from .run_report import REPORT, Reporter, reporting
     from .trackers import check_trackers, tracking
@@ -185,6 +185,7 @@ def _new_results(loaded: LoadedRun) -> Results:
     tasks can't be drawn."""
     # A new lineage makes the version names of this run unique.
     results = Results(lineage=secrets.token_hex(4))
+    check_rates(loaded.config.loop, loaded.config.players)
     loaded.tapes_to_imitate()
     if loaded.config.loop.corpus is not None:
         check_recipe(loaded.config.loop, loaded.recipe, len(loaded.documents(results)))

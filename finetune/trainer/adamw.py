@@ -24,6 +24,43 @@ def adamw(parameters: Iterable[nn.Parameter] | Iterable[dict[str, object]], opti
     )
 
 
+class LRScheduler:
+    """Takes an optimiser's steps at the learning rate of the present update.
+
+    All steps of an update have the same rate. An update counts from its first step on, so one whose steps are all
+    skipped doesn't use up the schedule.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
+        self.optimizer, self.options = optimizer, options
+        self.updates = 0
+        """Number of updates with a step, including the present one."""
+        self._counted = False
+
+    def begin(self) -> None:
+        """Begin an update."""
+        self._counted = False
+
+    @property
+    def update(self) -> int:
+        """The number of the present update, counted from 0."""
+        return self.updates - self._counted
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the present update."""
+        return self.options.lr * self.options.schedule.factor(self.update)
+
+    def step(self) -> bool:
+        """Take one step of the optimiser. Return whether it is the update's first."""
+        first = not self._counted
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
+        self.optimizer.step()
+        self.updates, self._counted = self.updates + first, True
+        return first
+
+
 class OffloadedAdamW(torch.optim.AdamW):
     """AdamW whose state is in main memory. Each weight's state is copied to the weight's device for its step, and back.
 

@@ -325,11 +325,15 @@ def _joined(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     return type(tree)(_joined(value, tensors) for value in tree) if isinstance(tree, list | tuple) else tree
 
 
+LATER = ("others", "updates")
+"""Values of a trainer's state that checkpoints of earlier versions lack."""
+
+
 def _unlike(saved: Any, derived: Any, place: str = "") -> Iterator[tuple[str, str, str]]:
     """Yield (place, saved, derived) for every value that isn't equal bit for bit. A tensor is shown by its digest, and
     a sharded one by the digest of this process's part."""
     if isinstance(saved, dict) and isinstance(derived, dict):
-        for key in dict.fromkeys([*saved, *derived]):
+        for key in dict.fromkeys([*saved, *(key for key in derived if key not in LATER)]):
             yield from _unlike(saved.get(key), derived.get(key), f"{place}.{key}" if place else str(key))
     elif isinstance(saved, list | tuple) and isinstance(derived, list | tuple) and len(saved) == len(derived):
         for k, (then, now) in enumerate(zip(saved, derived, strict=True)):
@@ -342,9 +346,9 @@ def _unlike(saved: Any, derived: Any, place: str = "") -> Iterator[tuple[str, st
 
 def unlike_state(saved: Mapping[str, object], current: Mapping[str, object]) -> list[tuple[str, str, str]]:
     """Return what differs in a trainer's state (see `_unlike`). Random numbers aren't compared, because no update draws
-    any, and neither are values that the checkpoint lacks."""
-    kept = {name: value for name, value in saved.items() if name != "rng"}
-    return list(_unlike(kept, {name: current.get(name) for name in kept}))
+    any."""
+    then, now = ({name: value for name, value in one.items() if name != "rng"} for one in (saved, current))
+    return list(_unlike(then, now))
 
 
 def _local(tensor: Tensor) -> Tensor:

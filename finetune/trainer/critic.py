@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import isfinite
-from typing import Any, TypedDict, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from ...agents.vision.vision import Vision, whole_model
 from ..data.rows import Row
 from ..data.stream import Stream
 from ..objective.term import Context, Moments, Sums, Term
-from .adamw import adamw
+from .adamw import LRScheduler, adamw
 from .logprobs import Micro, be_still, casting, parts, plan, reaching, states
 from .options import StepOptions
 from .ranks import Ranks, Whole
@@ -177,6 +177,8 @@ class CriticState(TypedDict):
     critic: dict[str, Tensor]
     optimizer: dict[str, Any]
     steps: int
+    updates: NotRequired[int]
+    """Number of updates with a step. Checkpoints of earlier versions lack it: their schedules counted steps."""
     skips: int
     moments: list[float]
 
@@ -217,6 +219,7 @@ class CriticTrainer:
         """Number of passes that left the critic unchanged because a number wasn't finite."""
         self.parameters = [p for p in critic.parameters() if p.requires_grad]
         self.optimizer = adamw(self.parameters, options)
+        self.scheduler = LRScheduler(self.optimizer, options)
         if critic.owns_body:
             be_still(critic.body, checkpointing=options.gradient_checkpointing)
 
@@ -230,10 +233,11 @@ class CriticTrainer:
         return out
 
     def valued(self, rows: Sequence[Row], stream: Stream, *, ends: bool) -> Stream:
-        """Return `stream`, which was made from `rows`, with the critic's values in the column `value`.
+        """Begin an update: return `stream`, which was made from `rows`, with the critic's values in the column `value`.
 
         If `ends` is True, the column `after` has the values of the states after answers.
         """
+        self.scheduler.begin()
         if not ends:
             return stream.having(value=self.values(rows))
         longer, order = _with_ends(rows, stream.ends)
@@ -312,11 +316,8 @@ class CriticTrainer:
             sums.put("value/grad_norm", norm)
             finite = isfinite(norm)
         if finite and n:
-            lr = self.options.lr_at(self.steps)
-            sums.put("value/lr", lr)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
+            sums.put("value/lr", self.scheduler.lr)
+            self.scheduler.step()
             self.steps += 1
         elif not finite:
             self.skips += 1
@@ -338,6 +339,7 @@ class CriticTrainer:
             "critic": self.critic.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "steps": self.steps,
+            "updates": self.scheduler.updates,
             "skips": self.skips,
             "moments": [self.moments.n, self.moments.mean, self.moments.m2],
         }
@@ -347,6 +349,7 @@ class CriticTrainer:
         self.critic.load_state_dict(self.ranks.part(state["critic"], self.critic.state_dict()))
         self.ranks.load(self.optimizer, state["optimizer"])
         self.steps, self.skips = int(state["steps"]), int(state["skips"])
+        self.scheduler.updates = int(state.get("updates", self.steps))
         self.moments.n, self.moments.mean, self.moments.m2 = state["moments"]
 
 

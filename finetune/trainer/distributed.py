@@ -459,7 +459,7 @@ class DistributedTrainer(PolicyTrainer):
         self._member = own = processes.member
         self._number = 0
         self.model, self.recipe, self.ranks, self.vision = own.model, own.recipe, own.ranks, own.vision
-        self.options, self.steps, self.others = own.options, own.steps, own.others
+        self.options, self.steps, self.others, self.critic = own.options, own.steps, own.others, own.critic
 
     def prepare(
         self,

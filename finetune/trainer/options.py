@@ -30,10 +30,6 @@ class StepOptions:
     offload: bool = False
     """Whether the optimiser's state is kept in main memory (`OffloadedAdamW`)."""
 
-    def lr_at(self, step: int) -> float:
-        """Return the learning rate for a step, counted from 0."""
-        return self.lr * self.schedule.factor(step)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions(StepOptions):

@@ -1,4 +1,7 @@
-"""Learning-rate schedules, as pure functions of the number of updates already applied."""
+"""Learning-rate schedules, as pure functions of the number of updates already applied.
+
+All optimiser steps of one update have the same rate, whatever the numbers of epochs, mini-batches and passes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class Schedule(Value):
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
     warmup: int = Field(default=0, ge=0)
-    """Number of updates in the linear warm-up."""
+    """Number of updates in the linear warm-up. All optimiser steps of an update have the same rate."""
     total: int | None = Field(default=None, gt=0)
     """Number of updates until the floor is reached. It is required except for `constant`."""
     floor: float = Field(default=0.0, ge=0, le=1)
@@ -33,6 +36,11 @@ class Schedule(Value):
                 f"a {self.kind} schedule needs `total` updates, more than the warm-up's {self.warmup}; got {self.total}"
             )
         return self
+
+    @property
+    def varies(self) -> bool:
+        """True if the factor isn't always 1."""
+        return self.kind != "constant" or self.warmup > 1
 
     def factor(self, k: int) -> float:
         """Return the factor for update k, counted from 0."""

@@ -29,7 +29,7 @@ from ..data.stream import BadBatch, Episode, Stream
 from ..objective import KL, Context, Moments, RewardKL, Sums
 from ..objective import loss as objective
 from ..objective.recipe import Recipe
-from .adamw import OffloadedAdamW, adamw
+from .adamw import LRScheduler, OffloadedAdamW, adamw
 from .critic import CriticTrainer
 from .lm_head import TokenLoss
 from .logprobs import (
@@ -93,9 +93,6 @@ class Trainer(PolicyTrainer):
         self.pack = packs(model) if options.pack is None else options.pack
         self.moments = Moments()
         self.betas = list(objective.betas(recipe))
-        self._reward_kl_due = False
-        """True from `prepare` to the first applied step, which changes the coefficients of adaptive KLs in the reward.
-        So these coefficients change once per batch."""
         self.steps = 0
         self.skips: dict[str, int] = {}
         """Number of skipped updates, by reason."""
@@ -104,6 +101,7 @@ class Trainer(PolicyTrainer):
         vectors = [p for p in self.parameters.values() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = adamw([g for g in groups if g["params"]], options)
+        self.scheduler = LRScheduler(self.optimizer, options)
         kept = self.parameters if options.ema is not None else {}
         self.averaged = {name: p.detach().clone() for name, p in kept.items()}
         be_still(model, checkpointing=options.gradient_checkpointing)
@@ -146,6 +144,7 @@ class Trainer(PolicyTrainer):
         demonstrations: Sequence[Row] = (),
     ) -> Prepared:
         recipe = self.recipe
+        self.scheduler.begin()
         stream = Stream.of(rows, episodes)
         present = torch.tensor([*(name == self.version for name in stream.versions), False])  # -1: no version
         stream = stream.having(fresh=None if self.version is None else present[stream.version])
@@ -162,7 +161,6 @@ class Trainer(PolicyTrainer):
             stream = stream.having(anchor=now.logprob if recomputed else None, entropy=now.entropy)
         context = Context(moments=self.moments, add_up=self.ranks.add_up)
         batch = objective.prepare_batches(recipe.at(self.betas), rows, episodes, stream, context, batches)
-        self._reward_kl_due = True
         return Prepared(
             rows=rows, batch=batch, sums=context.sums, demonstrations=self.demonstrations_of(demonstrations)
         )
@@ -197,19 +195,19 @@ class Trainer(PolicyTrainer):
 
     def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
         batch = prepared.batch
-        lr = self.options.lr_at(self.steps)
         part, done, norm = self._gradient(prepared, episodes, self.options.grad_clip)
-        if done.skipped is None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            if self.steps >= self.options.critic_first:
-                self.optimizer.step()
+        waits = self.critic is not None and self.critic.scheduler.update < self.options.critic_first
+        lr = None if waits else self.scheduler.lr
+        if done.skipped is None and waits:
+            done.skipped = "critic first"
+        first = done.skipped is None and self.scheduler.step()
         if self.critic is not None and batch.target is not None and batch.stream.value is not None:
             done.sums.merge(self.critic.update(prepared.rows, batch.stream, batch.target, part.entered))
         if done.skipped is None:
-            self._after(prepared, done.sums, part)
+            self._after(prepared, done.sums, part, first)
         else:
             self.skips[done.skipped] = self.skips.get(done.skipped, 0) + 1
+        self.steps += done.skipped in (None, "critic first")  # the split into mini-batches depends on it
         return self._account(prepared, part, done, norm, lr)
 
     def gradient(self, prepared: Prepared) -> tuple[UpdateStats, dict[str, Tensor]]:
@@ -219,8 +217,7 @@ class Trainer(PolicyTrainer):
         """
         part, done, norm = self._gradient(prepared, None, None)
         grads = {name: p.grad.detach().clone() for name, p in self.parameters.items() if p.grad is not None}
-        lr = self.options.lr_at(self.steps)
-        return self._account(prepared, part, done, norm, lr), grads
+        return self._account(prepared, part, done, norm, self.scheduler.lr), grads
 
     def pull(self, prepared: Prepared) -> Tensor:
         """Return the gradient (T,) of the loss with respect to the log-prob of each own token.
@@ -245,7 +242,7 @@ class Trainer(PolicyTrainer):
         return part, done, self._agree(done, clip)
 
     def _account(
-        self, prepared: Prepared, part: objective.Part, done: Accumulated, norm: float, lr: float
+        self, prepared: Prepared, part: objective.Part, done: Accumulated, norm: float, lr: float | None
     ) -> UpdateStats:
         self.optimizer.zero_grad(set_to_none=True)
         sums = Sums()
@@ -468,14 +465,13 @@ class Trainer(PolicyTrainer):
     def _imitation_loss(self, part: objective.Part, micro: Micro, lp: Tensor, at: slice | Tensor) -> Tensor:
         return self.recipe.imitation * part.loss(lp, None, micro.index[at], Context(), ())
 
-    def _after(self, prepared: Prepared, sums: Sums, part: objective.Part) -> None:
-        """Finish an applied update: count it, change the adaptive KL coefficients, and update the average of the
-        weights."""
-        self.steps += 1
+    def _after(self, prepared: Prepared, sums: Sums, part: objective.Part, first: bool) -> None:
+        """Finish an applied step: change the adaptive KL coefficients, and update the average of the weights.
+
+        A KL in the reward is measured once per batch, so its coefficient changes after the `first` step only."""
         self._adapt(KL, sums, part.entered, part.batch.stream)
-        if self._reward_kl_due:
+        if first:
             self._adapt(RewardKL, prepared.sums, prepared.batch.entered, part.batch.stream)
-            self._reward_kl_due = False
         if self.options.ema is not None:
             with torch.no_grad():
                 for name, p in self.parameters.items():
@@ -512,6 +508,7 @@ class Trainer(PolicyTrainer):
         return TrainerState(
             optimizer=self.optimizer.state_dict(),
             steps=self.steps,
+            updates=self.scheduler.updates,
             skips=dict(self.skips),
             betas=list(self.betas),
             moments=[moments.n, moments.mean, moments.m2],
@@ -531,6 +528,7 @@ class Trainer(PolicyTrainer):
     def load_state_dict(self, state: TrainerState) -> None:
         self.ranks.load(self.optimizer, state["optimizer"])
         self.steps = int(state["steps"])
+        self.scheduler.updates = int(state.get("updates", self.steps))
         self.skips = dict(state["skips"])
         self.betas = list(state["betas"])
         self.moments.n, self.moments.mean, self.moments.m2 = state["moments"]

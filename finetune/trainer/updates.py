@@ -18,7 +18,7 @@ from ..objective.loss import Batch, Part, prepare
 from ..objective.recipe import Recipe
 from ..recipes import get_recipe
 from .checkpoint import Checkpoint, unlike_state
-from .critic import CriticState
+from .critic import CriticState, CriticTrainer
 from .options import TrainerOptions
 from .ranks import Ranks
 from .reference import OtherModel
@@ -29,6 +29,9 @@ class TrainerState(TypedDict):
 
     optimizer: dict[str, Any]
     steps: int
+    updates: NotRequired[int]
+    """Number of updates with a step of the optimiser. Checkpoints of earlier versions lack it: their schedules counted
+    steps."""
     skips: dict[str, int]
     betas: list[float]
     moments: list[float]
@@ -38,7 +41,7 @@ class TrainerState(TypedDict):
     """State of the reference and the teacher. A checkpoint from an earlier version lacks this key."""
 
 
-Skip = Literal["log-prob", "loss", "gradient", "another rank", "nothing to train on"]
+Skip = Literal["log-prob", "loss", "gradient", "another rank", "nothing to train on", "critic first"]
 
 
 @dataclass(kw_only=True)
@@ -48,8 +51,8 @@ class UpdateStats:
     step: int
     """Number of updates that the trainer has applied, including this one if it was applied."""
     skipped: Skip | None
-    """Why the step was not applied, or None if it was applied. The reason is the value that wasn't finite, or that
-    there was nothing to train on. The weights are then unchanged."""
+    """Why the step was not applied, or None if it was applied. The reason is the value that wasn't finite, that there
+    was nothing to train on, or that only the critic learns yet. The weights are then unchanged."""
     loss: float
     """The loss, which is the sum of `parts`, or NaN if it isn't finite. It covers only the tokens of this process,
     except with `DistributedTrainer`."""
@@ -58,7 +61,8 @@ class UpdateStats:
     wasn't finite."""
     grad_norm: float
     """The gradient's norm before clipping, or NaN if the update was skipped before the norm was computed."""
-    lr: float
+    lr: float | None
+    """The learning rate of the update, or None if only the critic learns yet."""
     sums: Sums
     """All metrics, each stored as a sum and a count."""
     stream: Stream
@@ -72,7 +76,8 @@ class UpdateStats:
 
     @property
     def applied(self) -> bool:
-        return self.skipped is None
+        """Whether the step trained the policy, or as planned only the critic."""
+        return self.skipped in (None, "critic first")
 
     @property
     def mismatch(self) -> float | None:
@@ -130,7 +135,7 @@ def together(steps: Sequence[UpdateStats]) -> UpdateStats:
     weight = torch.stack([step.weight for step in of]).sum(0)
     return UpdateStats(
         step=last.step,
-        skipped=None if applied else last.skipped,
+        skipped=of[-1].skipped,
         loss=sum(step.loss for step in of) / len(of),
         parts={name: sum(step.parts.get(name, 0.0) for step in of) / len(of) for step in of for name in step.parts},
         grad_norm=sum(step.grad_norm for step in of) / len(of),
@@ -172,6 +177,7 @@ class PolicyTrainer(ABC):
     ranks: Ranks
     others: Mapping[str, OtherModel]
     """`reference` and `teacher`, if the trainer has them."""
+    critic: CriticTrainer | None
     vision: Vision | None
     options: TrainerOptions
     steps: int

@@ -119,15 +119,15 @@ def test_what_is_done_is_not_undone(model: str, tmp_path: Path, capsys):
 
 
 def test_a_schedule_is_not_stretched(model: str, tmp_path: Path, capsys):
-    schedule = ("loop.optimiser.schedule.kind=linear", "loop.optimiser.schedule.total=12")
+    schedule = ("loop.optimiser.schedule.kind=linear", "loop.optimiser.schedule.total=3")
     run = tmp_path / "r"
     answer_of(capsys, *words(model, run, 1, *schedule))
     found = refusal_of(capsys, *words(model, run, 4, *schedule), "--resume")
-    assert re.search(r"loop\.optimiser\.schedule\b.*\b12\b.*loop\.updates\b.*\b3\b", found)
+    assert re.search(r"loop\.optimiser\.schedule\b.*\b3\b.*loop\.updates\b", found)
     answer_of(capsys, *words(model, run, 3, *schedule), "--resume")
     with Store.open(run) as store:
         rates = [stored.record.info["lr"] for stored in store.run_records("use")]
-    assert len(set(rates)) == len(rates) == 6
+    assert (len(set(rates)), len(rates)) == (3, 6), "one rate an update, whatever its epochs"
     assert min(rates) > 0
     assert str(reproduce(run)) == "verified"
 

@@ -58,10 +58,12 @@ def test_the_critics_loss_never_touches_the_policy(make):
 def test_a_critic_steps_at_the_rate_of_its_schedule():
     rows, episodes = batch()
     critic = CriticTrainer(Critic.of(tiny_model()), StepOptions(lr=0.2, schedule=Schedule(warmup=4)))
-    stream = critic.valued(rows, Stream.of(rows, episodes), ends=False)
-    everywhere = torch.ones(len(stream), dtype=torch.bool)
-    found = [critic.update(rows, stream, torch.ones(len(stream)), everywhere)["value/lr"] for _ in range(2)]
-    assert found == pytest.approx([0.05, 0.1])
+    found = []
+    for _ in range(2):
+        stream = critic.valued(rows, Stream.of(rows, episodes), ends=False)
+        everywhere = torch.ones(len(stream), dtype=torch.bool)
+        found += [critic.update(rows, stream, torch.ones(len(stream)), everywhere)["value/lr"] for _ in range(2)]
+    assert found == pytest.approx([0.05, 0.05, 0.1, 0.1]), "both mini-batches of an update have its rate"
     assert critic.optimizer.defaults["eps"] == 1e-8
 
 
@@ -146,9 +148,10 @@ def test_the_policy_stays_as_it_is_while_the_critic_warms_up():
     trainer = Trainer(model, get_recipe("ppo"), TrainerOptions(lr=1e-2, critic_first=2), critic=critic)
     before = copy.deepcopy(model.state_dict())
     for _ in range(2):
-        trainer.update(rows, episodes)
+        steps = list(trainer.updates(rows, episodes, epochs=2))
+        assert [(one.lr, one.skipped, one.applied) for one in steps] == [(None, "critic first", True)] * 2
         assert all(torch.equal(before[n], p) for n, p in model.state_dict().items())
-    trainer.update(rows, episodes)
+    assert trainer.update(rows, episodes).skipped is None
     assert any(not torch.equal(before[n], p) for n, p in model.state_dict().items())
 
 

@@ -170,6 +170,10 @@ def test_learning_rate_clipping_and_decay_do_what_they_say():
         model, get_recipe("grpo"), TrainerOptions(lr=0.5, schedule=Schedule(kind="linear", total=4), grad_clip=1e-3)
     )
     assert [trainer.update(rows, episodes).lr for _ in range(3)] == [0.5, 0.375, 0.25]
+    state = trainer.state_dict()
+    del state["updates"]  # as in a checkpoint of an earlier version
+    trainer.load_state_dict(state)
+    assert trainer.update(rows, episodes).lr == 0.125
     model = tiny_model()
     before = copy.deepcopy(model.state_dict())
     trainer = Trainer(model, get_recipe("sft"), TrainerOptions(lr=1e-6, weight_decay=0.5))
