@@ -34,6 +34,7 @@ from ..loop.history import (
     SCHEDULES,
     SUMS,
     TURNS,
+    VALUES,
     BrokenHistory,
     Differs,
     History,
@@ -279,7 +280,11 @@ class _Walk:
         # The number of threads is left out: an update is applied with the recorded number, so it can't differ.
         here = {**computed_on(trainer), "threads": on.get("threads")}
         self.other = elsewhere(on, here) or self.other
-        differs = {SUMS: lambda: any(map(self._rounded, plan.tapes)), SCHEDULES: lambda: old_schedule(trainer, plan)}
+        differs = {
+            SUMS: lambda: any(map(self._rounded, plan.tapes)),
+            SCHEDULES: lambda: old_schedule(trainer, plan),
+            VALUES: lambda: trainer.critic is not None and trainer.critic.scales_first,
+        }
         for rule, changes in differs.items():
             if rule not in on and rule not in self.other and changes():
                 self.other += f"{', ' * bool(self.other)}a version with {rule} {RULES[rule]}"

@@ -531,9 +531,11 @@ They counted a turn that isn't scored as 0, and compared rewards before adding t
 
 SUMS = "sums of rewards"
 SCHEDULES = "learning rates"
-RULES: dict[str, JsonValue] = {SUMS: "exact", SCHEDULES: "of the update"}
+VALUES = "clips of a new critic's values"
+RULES: dict[str, JsonValue] = {SUMS: "exact", SCHEDULES: "of the update", VALUES: "around its first mean"}
 """Conditions of each update that earlier versions didn't record, because other rules held. Sums of rewards were rounded
-after each component. Schedules counted optimiser steps, and the policy's didn't wait for `critic.first`."""
+after each component. Schedules counted optimiser steps, and the policy's didn't wait for `critic.first`. In the first
+update of a normalised critic, values were clipped around 0."""
 
 
 def old_schedule(trainer: PolicyTrainer, plan: Plan) -> bool:

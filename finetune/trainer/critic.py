@@ -213,6 +213,8 @@ class CriticTrainer:
         self.passes = passes
         self.balance = balance if critic.owns_body else 0.0
         self.moments = Moments()
+        self._moved = 0.0, 1.0
+        """Mean and deviation by which the first scale moved the values that this update began with."""
         self.steps = 0
         """Number of optimiser steps taken."""
         self.skips = 0
@@ -232,12 +234,18 @@ class CriticTrainer:
                 out[micro.index] = self._value(micro)[0]
         return out
 
+    @property
+    def scales_first(self) -> bool:
+        """Whether the next update gives the values their first scale, and clips them."""
+        return self.critic.normalised and self.critic.fresh and self.loss.clip is not None
+
     def valued(self, rows: Sequence[Row], stream: Stream, *, ends: bool) -> Stream:
         """Begin an update: return `stream`, which was made from `rows`, with the critic's values in the column `value`.
 
         If `ends` is True, the column `after` has the values of the states after answers.
         """
         self.scheduler.begin()
+        self._moved = 0.0, 1.0
         if not ends:
             return stream.having(value=self.values(rows))
         longer, order = _with_ends(rows, stream.ends)
@@ -279,6 +287,9 @@ class CriticTrainer:
             rows, order = _with_ends(rows, taught)
             pairs = ((old, stream.after[taught]), (target, target[follows]), (entered, entered[follows]))
             old, target, entered = (torch.cat(pair)[order] for pair in pairs)
+        # The clip bounds what the optimiser moves. Around the values before the first scale, it would hold nearly all
+        # tokens of the first update.
+        old = old * self._moved[1] + self._moved[0]
         for k in range(self.passes):
             if not self._pass(rows, old, target, entered, sums if k == 0 else Sums()):
                 first = int(self.ranks.share == 0)
@@ -330,6 +341,7 @@ class CriticTrainer:
             return
         if self.critic.fresh:
             self.critic.begin(self.moments.mean, self.moments.std)
+            self._moved = self.moments.mean, self.moments.std
         else:
             self.critic.rescale(self.moments.mean, self.moments.std)
 

@@ -14,7 +14,7 @@ import pytest
 
 import tapereel as tr
 from tapereel.finetune.inspect.reproducer import reproduce
-from tapereel.finetune.loop.history import SCHEDULES
+from tapereel.finetune.loop.history import SCHEDULES, VALUES
 from tapereel.finetune.trainer.checkpoint import checkpoints
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.store import Store
@@ -158,6 +158,21 @@ def test_a_run_whose_schedule_counted_steps_is_undecided_and_no_other(name: str,
     found = reproduce(copy)
     assert (found.outcome, found.difference is None) == (outcome, outcome == "unverifiable"), str(found)
     assert (SCHEDULES in str(found)) == (outcome == "unverifiable")
+
+
+@pytest.mark.parametrize(("clip", "outcome"), [(0.2, "unverifiable"), (None, "diverged")])
+def test_a_run_whose_new_critic_was_clipped_around_0_is_undecided(
+    clip: float | None, outcome: str, model: Path, tmp_path: Path
+) -> None:
+    def earlier(body: dict[str, Any]) -> dict[str, Any]:
+        if body["t"] == "use":
+            body["info"].get("on", {}).pop(VALUES, None)
+            body["info"]["grad_norm"] += body["update"]  # the critic has changed the second update
+        return body
+
+    run = trained(tmp_path / "run", model, "ppo", 2, critic__clip=clip)
+    rewrite(run, earlier)
+    assert reproduce(run).outcome == outcome
 
 
 def test_a_schedule_that_ends_before_the_loop_is_refused_at_the_start(model: Path, tmp_path: Path) -> None:

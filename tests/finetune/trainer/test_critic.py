@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import replace
 
 import pytest
 import torch
@@ -138,6 +139,26 @@ def test_a_new_head_with_a_scale_begins_at_the_mean_of_the_targets_and_keeps_wha
         critic.update(rows, prepared.batch.stream, target, prepared.batch.entered)
         torch.testing.assert_close(critic.values(rows).double(), wanted.expand(len(prepared.batch.stream)))
     assert float(critic.critic.mean) != pytest.approx(float(wanted))
+
+
+@pytest.mark.ledger("F58")
+@pytest.mark.parametrize("rewards", [(10.0, 11.0), (0.5, 1.5)])
+def test_a_normalised_critic_learns_from_the_first_pass_of_its_first_update(rewards: tuple[float, float]) -> None:
+    """The clip bounds what the optimiser moved, and nothing has moved yet, in neither mini-batch."""
+    model = tiny_model()
+    rows, episodes = batch(model=model)
+    episodes = [replace(one, reward=rewards[k % 2]) for k, one in enumerate(episodes)]
+    clipped, free = (
+        CriticTrainer(Critic.of(model, normalised=True), StepOptions(lr=1e-4), loss=Value(clip=clip), passes=4)
+        for clip in (0.2, None)
+    )
+    for critic in (clipped, free):
+        trainer = Trainer(copy.deepcopy(model), get_recipe("ppo"), TrainerOptions(lr=0.0), critic=critic)
+        for stats in trainer.updates(rows, episodes, epochs=2):
+            assert stats.sums["value/grad_norm"] > 0
+            assert stats.sums.mean("value/clipped") in (None, 0.0)
+    for a, b in zip(clipped.critic.state_dict().values(), free.critic.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.ledger("F70")
