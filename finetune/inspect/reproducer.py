@@ -29,20 +29,7 @@ from ...tapes.records import Use, total_reward
 from ...tapes.store.ledger import Ledger
 from ...tapes.store.store import Store
 from ...tapes.value import STANDINGS, Standing, Value
-from ..loop.history import (
-    RULES,
-    SCHEDULES,
-    SUMS,
-    TURNS,
-    VALUES,
-    BrokenHistory,
-    Differs,
-    History,
-    apply_again,
-    computed_on,
-    elsewhere,
-    old_schedule,
-)
+from ..loop.history import OLD_RULES, BrokenHistory, Differs, History, apply_again, computed_on, elsewhere, other_rules
 from ..loop.plan import Plan, by_update, taught_by
 from ..loop.staleness import version_name
 from ..trainer.checkpoint import (
@@ -280,14 +267,7 @@ class _Walk:
         # The number of threads is left out: an update is applied with the recorded number, so it can't differ.
         here = {**computed_on(trainer), "threads": on.get("threads")}
         self.other = elsewhere(on, here) or self.other
-        differs = {
-            SUMS: lambda: any(map(self._rounded, plan.tapes)),
-            SCHEDULES: lambda: old_schedule(trainer, plan),
-            VALUES: lambda: trainer.critic is not None and trainer.critic.scales_first,
-        }
-        for rule, changes in differs.items():
-            if rule not in on and rule not in self.other and changes():
-                self.other += f"{', ' * bool(self.other)}a version with {rule} {RULES[rule]}"
+        self.other = other_rules(on, trainer, plan, self._rounded) or self.other
         if (ranks := on.get("ranks", here["ranks"])) != here["ranks"]:
             run = self.history.store.path
             self.remedy = f". Use as many processes: torchrun --nproc-per-node {ranks} -m tapereel reproduce {run}"
@@ -374,7 +354,7 @@ class _Walk:
 
     def _differs(self, difference: Difference) -> Reproduction:
         bits = ("recipe", "reference", "loss", "grad_norm", "weights", "checkpoint", "trainer")
-        if any(rule in self.other for rule in (TURNS, *RULES)):
+        if any(rule in self.other for rule in OLD_RULES):
             # Another formula trains other tokens too, for example if rewards that are equal now differed.
             bits = (*bits, "items", "filtered", "skipped", "taught", "lr")
         if self.other and difference.field in bits:

@@ -536,15 +536,22 @@ RULES: dict[str, JsonValue] = {SUMS: "exact", SCHEDULES: "of the update", VALUES
 """Conditions of each update that earlier versions didn't record, because other rules held. Sums of rewards were rounded
 after each component. Schedules counted optimiser steps, and the policy's didn't wait for `critic.first`. In the first
 update of a normalised critic, values were clipped around 0."""
+OLD_RULES = (TURNS, *RULES)
 
 
-def old_schedule(trainer: PolicyTrainer, plan: Plan) -> bool:
-    """Whether a schedule that counts optimiser steps gives this update another learning rate."""
-    steps, critic = plan.epochs * plan.minibatches, trainer.critic
-    every = [(trainer.options.schedule, steps)]
-    if critic is not None:
-        every.append((critic.options.schedule, steps * critic.passes))
-    return trainer.options.critic_first > 0 or any(schedule.varies and n > 1 for schedule, n in every)
+def other_rules(on: Mapping[str, object], trainer: PolicyTrainer, plan: Plan, rounded: Callable[[str], bool]) -> str:
+    """Name the rules that an update before them didn't follow, and that may change its result. `rounded` tells whether
+    the sum of a tape's rewards differs."""
+    critic, steps = trainer.critic, plan.epochs * plan.minibatches
+    schedules = {(trainer.options.schedule, steps)} | (
+        {(critic.options.schedule, steps * critic.passes)} if critic else set()
+    )
+    differs = {
+        SUMS: lambda: any(map(rounded, plan.tapes)),
+        SCHEDULES: lambda: trainer.options.critic_first or any(one.varies and n > 1 for one, n in schedules),
+        VALUES: lambda: critic is not None and critic.scales_first,
+    }
+    return ", ".join(f"a version with {rule} {RULES[rule]}" for rule in RULES if rule not in on and differs[rule]())
 
 
 CPU_NAMES = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")

@@ -40,10 +40,14 @@ from .loop_config import LoopConfig
 from .metrics import performance_line, player_line, rollout_line
 from .plan import Plan, UpdateInfo, batch_of
 from .player import Player, check_players
-from .rollouts import PHASE, Rollouts, Taken
+from .rollouts import PHASE, NothingUsable, Rollouts, Taken
 from .staleness import stale_before
 
 log = logger("loop")
+
+SKIPPED_UPDATES = 5
+"""The loop stops if this many updates in a row, or all, are skipped because a number isn't finite. The cause must then
+be permanent."""
 
 
 class SamplerMismatch(TapereelError, AssertionError):
@@ -180,6 +184,9 @@ class Loop:
         self._reported = (0, 0.0)
         """The number of sampled tokens and the engine's busy seconds at the time of the last metrics line."""
         self._stopped = False
+        self._skipped, self._why = 0, ""
+        """Number of updates in a row that were skipped because a number wasn't finite, and a sentence about the last
+        one."""
         self._agents_checked = False
         """Whether `_check_agents` has passed for a batch."""
 
@@ -249,6 +256,10 @@ class Loop:
             # checkpoint would stay missing.
             if self.on_update is not None:
                 self.on_update(report)
+            if self._skipped >= min(SKIPPED_UPDATES, self.config.updates):
+                raise NothingUsable(
+                    f"{self._skipped} updates in a row changed nothing. {self._why}. Correct it, and resume the run"
+                )
             if self.history.updates % self.config.checkpoint_every == 0 and not self.done:
                 for history in histories:
                     await asyncio.to_thread(history.checkpoint)
@@ -339,6 +350,7 @@ class Loop:
             for player, (_, _, theirs, name) in zip(self.players, others, strict=True):
                 await player.engine.sync_weights(theirs, name.version, self.config.publish)
         await self._check_delivery(plan.tapes)
+        self._note_skip(stats)
         self.rollouts.applied(plan.every, more=not self.done)
         found, tapes = self.history.delivery.found, taken.tapes
         line = {
@@ -350,6 +362,16 @@ class Loop:
             line |= player_line(player.called, its_stats, its_uses, tapes)
         line |= self._perf(line["trained_tokens"], seconds)
         return UpdateReport(self.history.updates, line["reward"], line, tapes)
+
+    def _note_skip(self, stats: UpdateStats) -> None:
+        """Count the updates in a row that were skipped because a number wasn't finite."""
+        if stats.applied or stats.skipped == "nothing to train on":
+            self._skipped = 0
+            return
+        self._skipped += 1
+        why = stats.sums.fault or "look at the update with `tapereel explain`"
+        self._why = f"Update {self.history.updates} was skipped, because the {stats.skipped} isn't finite: {why}"
+        log.warning("%s", self._why)
 
     async def _check_delivery(self, tapes: Sequence[str]) -> None:
         """For each policy, check that its samplers have its current weights. Raises NotDelivered if one doesn't."""

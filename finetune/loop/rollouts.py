@@ -53,8 +53,8 @@ EXTRA_BATCHES = 3
 
 
 class NothingUsable(TapereelError, RuntimeError):
-    """Raised if too many groups in a row have no attempt that can be trained on. The message describes how the last
-    attempt ended."""
+    """Raised if too many groups in a row have no attempt that can be trained on, or too many updates in a row are
+    skipped. The message describes how the last attempt ended, or names the number that isn't finite."""
 
 
 class Filled(StrEnum):

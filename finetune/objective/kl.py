@@ -16,7 +16,7 @@ changes after each update. kl is the update's mean k1 per token, and n is its nu
 
 from __future__ import annotations
 
-from typing import Literal, assert_never
+from typing import Any, Literal, assert_never
 
 import torch
 from pydantic import Field
@@ -65,3 +65,10 @@ class Adaptive(Term):
         the number of episodes in this update."""
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         return beta * max(0.0, 1 + error * episodes / self.horizon)
+
+
+def moves(term: Any) -> Any:
+    """Validate a KL: an adaptive coefficient that begins at 0 would stay there."""
+    if term.adaptive is not None and not term.beta:
+        raise ValueError("adaptive multiplies beta, and beta is 0: set the coefficient of the first update above 0")
+    return term

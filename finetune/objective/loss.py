@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import isfinite
 
 import numpy as np
 import torch
@@ -22,9 +23,11 @@ from ..data import segments
 from ..data.answers import reflections, repeated
 from ..data.rows import Row
 from ..data.stream import BadBatch, Episode, Stream
-from . import KL, Context, RewardKL, TokenKL
+from . import KL, Context, RewardKL, Term, TokenKL
 from .kl import estimate
 from .recipe import Recipe
+from .surrogate import NoSurrogate
+from .term import kind_name, sized
 
 _COLUMNS = ("ref", "teacher", "anchor", "entropy", "value", "after")
 
@@ -93,20 +96,29 @@ class Part:
         a = self.batch.advantage[index].to(lp.dtype)
         anchor, importance = recipe.anchor(lp, index, stream, context)
         per_token = recipe.surrogate(lp, anchor, a, index, stream, context)
+        per_token = sized(recipe.surrogate, per_token, len(index), "tokens")
         if importance is not None and recipe.surrogate.advantages:
             per_token = importance * per_token
-        parts = [("policy", per_token)]
+        parts: list[tuple[str, Term, Tensor]] = [("policy", recipe.surrogate, per_token)]
         for term, beta in zip(recipe.regulariser, betas, strict=False):
             if term.active and term.per_token:
                 name = term.measure if isinstance(term, KL) else str(getattr(term, "kind", type(term).__name__))
-                parts.append((name, term(lp, entropy, index, stream, beta, context)))
-                per_token = per_token + parts[-1][1]
+                added = sized(term, term(lp, entropy, index, stream, beta, context), len(index), "tokens")
+                parts.append((name, term, added))
+                per_token = per_token + added
         w = self.weight[index].to(lp.dtype)
         keep = recipe.select.tokens(lp, a, index, stream, context)
         if keep is not None:
             w = torch.where(keep, w, torch.zeros_like(w))
-        for name, part in parts:
-            context.add_part(name, float((w * part.detach()).sum()))
+        if lp.requires_grad and not per_token.requires_grad and not isinstance(recipe.surrogate, NoSurrogate):
+            raise BadBatch(
+                f"{kind_name(recipe.surrogate)} returned losses without a gradient: compute them from `lp`, without "
+                "detach(), item() or NumPy"
+            )
+        for name, term, part in parts:
+            context.add_part(name, value := float((w * part.detach()).sum()))
+            if not isfinite(value):
+                context.sums.note(term, part, w != 0, stream.episode[index], stream.episodes.tape)
         return (w * per_token).sum()
 
 
@@ -223,13 +235,22 @@ def _advantages(
     ours = ours & ~x.isnan()
     # An unscored unit's NaN is set to 0, because a NaN in a sum over the batch would make every advantage NaN.
     x = torch.where(ours, x, torch.zeros_like(x))
+    owner = stream.turns.episode if per_turn else torch.arange(len(compared))
+
+    units, tokens = ("turns" if per_turn else "episodes", ours, owner), ("tokens", entered, stream.episode)
+
+    def checked(term: Term, found: object, name: str, used: Tensor, episode: Tensor) -> Tensor:
+        """Return what `term` has computed for each unit, and 0 where it isn't used."""
+        y = sized(term, found, len(used), name)
+        context.sums.note(term, y, used, episode, stream.episodes.tape)
+        return torch.where(used, y, torch.zeros_like(y))
+
     for term in recipe.shape:
         if isinstance(term, RewardKL):
             term.observe(entered, stream, context)
         if not isinstance(term, TokenKL):
-            x = torch.where(ours, term(x, ours, stream, context), torch.zeros_like(x))
+            x = checked(term, term(x, ours, stream, context), *units)
     penalty = None if recipe.token_penalty is None else recipe.token_penalty.penalty(stream)
-    owner = stream.turns.episode if per_turn else torch.arange(len(compared))
     returns = segments.total(x, owner, len(compared))
     if penalty is not None:
         returns = returns + segments.total(penalty, stream.episode, len(compared))
@@ -238,14 +259,15 @@ def _advantages(
     context.sums.add("return/square", returns.square())
     if per_turn and recipe.baseline.compares and recipe.credit.takes_penalty:
         advantage, target = _compared_returns(recipe, x, ours, penalty, stream, context)
+        advantage = checked(recipe.baseline, advantage, *tokens)
     else:
-        y = recipe.baseline(x, ours, stream, context)
+        y = checked(recipe.baseline, recipe.baseline(x, ours, stream, context), *units)
         advantage, target = recipe.credit(y, penalty, stream, context)
+        advantage = checked(recipe.credit, advantage, *tokens)
     if recipe.bootstraps:
         context.sums.add("episode/bootstrapped", (stream.episodes.cut & ~stream.beyond.isnan())[compared])
     for term in recipe.adjust:
-        advantage = term(advantage, entered, stream, context)
-    advantage = torch.where(entered, advantage, torch.zeros_like(advantage))
+        advantage = checked(term, term(advantage, entered, stream, context), *tokens)
     own = advantage[entered]
     context.sums.add("advantage", own, extremes=True)
     context.sums.add("advantage/square", own.square())
@@ -281,6 +303,7 @@ def _compared_returns(
     has = torch.zeros_like(ours)
     has[turn] = segments.recur(ours[turn].to(x.dtype), more.to(x.dtype)) > 0
     y = recipe.baseline(returns, has, replace(stream, turns=replace(stream.turns, place=place)), context)
+    y = sized(recipe.baseline, y, len(x), "turns")
     return y[stream.turn], target
 
 

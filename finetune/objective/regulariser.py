@@ -17,11 +17,11 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from ..data.stream import Stream
-from .kl import Adaptive, Estimator, estimate
+from .kl import Adaptive, Estimator, estimate, moves
 from .term import Context, Kinds, Term
 
 
@@ -92,6 +92,8 @@ class KL(Regulariser):
                 "put k1 in the reward with shape token_kl"
             )
         return value
+
+    _moves = model_validator(mode="after")(moves)
 
     @property
     def active(self) -> bool:

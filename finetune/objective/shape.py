@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..data import segments
 from ..data.stream import Stream
-from .kl import Adaptive, Estimator, estimate
+from .kl import Adaptive, Estimator, estimate, moves
 from .term import Context, Kinds, Term
 
 
@@ -115,11 +115,7 @@ class RewardKL(Shape):
     measure: ClassVar[str] = "kl/reward"
     """Beginning of the names of this KL's metrics."""
 
-    @model_validator(mode="after")
-    def _moves(self) -> RewardKL:
-        if self.adaptive is not None and not self.beta:
-            raise ValueError("adaptive multiplies beta, and beta is 0: set the coefficient of the first update above 0")
-        return self
+    _moves = model_validator(mode="after")(moves)
 
     @property
     def needs_reference(self) -> bool:

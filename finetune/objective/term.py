@@ -6,7 +6,7 @@ A term is a set of constants and one pure function over the stream. A term never
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...envs.load_named import load_named
 from ...tapes.errors import UsageError
+from ..data.stream import BadBatch
 
 
 class Term(BaseModel):
@@ -48,6 +49,23 @@ class Term(BaseModel):
 def kind_of(term: Term) -> str | None:
     """Return the term's `kind`, or None for a class without one. For a user's class, it is `module:name`."""
     return class_name(type(term)) if _outside(type(term)) else getattr(term, "kind", None)
+
+
+def sized(term: Term, found: object, n: int, units: str) -> Tensor:
+    """Return `found`, which `term` has computed. Raises BadBatch if it isn't one number for each of `n` `units`."""
+    if isinstance(found, Tensor) and found.shape == (n,):
+        return found
+    what = f"the shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"the type {type(found).__name__}"
+    raise BadBatch(
+        f"{kind_name(term)} returned a result of {what}, and there are {n} {units}: return a tensor of shape ({n},), "
+        "without a mean or a sum over them"
+    )
+
+
+def kind_name(term: Term) -> str:
+    """Return the name of the term's class for an error. A user's class has its module's name too."""
+    cls = type(term)
+    return f"{cls.__module__}:{cls.__qualname__}" if _outside(cls) else cls.__qualname__
 
 
 def _outside(cls: type[Term]) -> bool:
@@ -175,6 +193,8 @@ class Sums:
         self.counts: dict[str, float] = {}
         self.lows: dict[str, float] = {}
         self.highs: dict[str, float] = {}
+        self.fault: str | None = None
+        """A sentence about the first number of a term that wasn't finite."""
 
     def add(self, name: str, values: Tensor, *, extremes: bool = False) -> None:
         """Add all elements of `values` to the metric `name`. Booleans count as 0 and 1.
@@ -186,6 +206,14 @@ class Sums:
         if extremes and n:
             self.lows[name] = min(self.lows.get(name, float("inf")), float(values.min()))
             self.highs[name] = max(self.highs.get(name, float("-inf")), float(values.max()))
+
+    def note(self, term: Term, found: Tensor, used: Tensor, episode: Tensor, episodes: Sequence[str]) -> None:
+        """Note the first number in `found` (n,) that isn't finite, where `used` (n,) is true. `episode` (n,) has the
+        index of each number's tape in `episodes`."""
+        bad = (used & ~found.detach().isfinite()).nonzero()[:, 0]
+        if self.fault is None and len(bad):
+            tape, number = episodes[int(episode[bad[0]])], float(found[bad[0]].detach())
+            self.fault = f"{kind_name(term)} returned {number} for tape {tape}"
 
     def put(self, name: str, total: float, n: float = 1) -> None:
         """Add `n` elements whose sum is `total` to the metric `name`."""
@@ -200,10 +228,12 @@ class Sums:
             self.lows[name] = min(self.lows.get(name, float("inf")), value)
         for name, value in other.highs.items():
             self.highs[name] = max(self.highs.get(name, float("-inf")), value)
+        self.fault = self.fault or other.fault
 
     def without(self, *names: str) -> Sums:
         """Return a copy without the metrics in `names`."""
         copy = Sums()
+        copy.fault = self.fault
         for mine, its in (
             (self.sums, copy.sums),
             (self.counts, copy.counts),

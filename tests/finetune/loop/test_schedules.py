@@ -43,7 +43,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tr.save_tiny_model(tmp_path_factory.mktemp("tiny") / "model", alphabet="abcd", size="micro", seed=3)
 
 
-def trained(path: Path, model: Path, recipe: str, updates: int, **loop: Any) -> Path:
+class Even(tr.Environment):
+    """All answers earn the same."""
+
+    async def reset(self, task: str) -> str:
+        return task
+
+    async def step(self, action: tr.Action) -> tr.Outcome:
+        return tr.Outcome(reward=1.0, terminated=True)
+
+
+def trained(path: Path, model: Path, recipe: str, updates: int, *, env: Any = EverySecond, **loop: Any) -> Path:
     settings: dict[str, Any] = {
         "loop.updates": updates,
         "loop.groups": 2,
@@ -54,7 +64,7 @@ def trained(path: Path, model: Path, recipe: str, updates: int, **loop: Any) -> 
         "evaluation.fraction": 0,
         **{f"loop.{name.replace('__', '.')}": value for name, value in loop.items()},
     }
-    tr.train(tr.ChatAgent(), EverySecond, ["a", "b"], model, recipe=recipe, out=path, settings=settings)
+    tr.train(tr.ChatAgent(), env, ["a", "b"], model, recipe=recipe, out=path, settings=settings)
     return path
 
 

@@ -322,6 +322,7 @@ def test_a_number_that_is_not_finite_anywhere_leaves_the_weights(batch, where, v
     kept = p.detach().clone()
     if where == "reward":
         k = place % len(episodes)
+        assume(episodes[k].tape in {row.tape for row in rows})
         episodes[k] = dataclasses.replace(episodes[k], reward=value, turn_rewards=None)
     prepared = trainer.prepare(rows, episodes)
     if where == "weight":
