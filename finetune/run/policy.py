@@ -37,6 +37,13 @@ from .player_config import Frozen, TrainedConfig, TrainerConfig
 
 log = logger("train")
 
+MERGE = (
+    'python -c "from peft import AutoPeftModelForCausalLM as M; from transformers import AutoTokenizer as T; '
+    "f, m = {}, 'merged'; M.from_pretrained(f).merge_and_unload().save_pretrained(m); "
+    'T.from_pretrained(f).save_pretrained(m)"'
+)
+"""The command that merges the adapters in a folder into their base model."""
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -151,6 +158,11 @@ def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int, ranks:
         empty=ranks.sharded and trainer.lora is None,
         **({"device": trainer.device, "quantise": True} if trainer.lora and trainer.lora.quantise else {}),
     )
+    if hasattr(found.model, "peft_config"):
+        raise UsageError(
+            f"{engine.model} holds adapters, and a run trains a whole model or new adapters. Merge them into their "
+            f"base model, and train the folder `merged`: {MERGE.format(repr(str(engine.model)))}"
+        )
     renderer = engine.renderer.make(found.tokenizer, found.vision, found.ends)
     # Adapters are drawn on the CPU, because a run must begin with the same adapters on every machine, and random
     # numbers differ between devices.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from ....tapes.common.config import Config
-from ....tapes.errors import MissingExtra
+from ....tapes.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
     from peft import PeftMixedModel, PeftModel
@@ -32,7 +32,8 @@ def add_adapters(model: PreTrainedModel, config: AdapterConfig, *, seed: int = 0
     """Return the model with new adapters as its only trainable weights. Equal seeds give equal adapters.
 
     New adapters don't change the model's output. They have no dropout, because the trainer would otherwise compute
-    other log-probs than the model that sampled. Raises MissingExtra without torch or peft."""
+    other log-probs than the model that sampled. Raises UsageError if the model lacks a target, and MissingExtra
+    without torch or peft."""
     try:
         import torch
         from peft import LoraConfig, get_peft_model
@@ -42,6 +43,19 @@ def add_adapters(model: PreTrainedModel, config: AdapterConfig, *, seed: int = 0
     body = next(name for name, part in model.named_modules() if part is model.get_decoder())
     # Only the language model gets adapters, but a vision tower has layers with the same names, such as q_proj.
     outside = rf"(?!{re.escape(body)}\.).*" if model.config.get_text_config() is not model.config else None
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    names = [
+        name
+        for name, part in model.named_modules()
+        if getattr(getattr(part, "weight", None), "ndim", 0) == 2
+        and not (part is head and part.weight is table.weight)  # tied weights can't have an adapter at one end only
+        and (outside is None or name.startswith(f"{body}."))
+    ]
+    if unknown := [t for t in config.targets if not any(f".{name}".endswith(f".{t}") for name in names)]:
+        raise UsageError(
+            f"trainer.lora.targets: {', '.join(unknown)} names no layer that can have an adapter. Take some of "
+            f"{', '.join(sorted({name.rpartition('.')[2] for name in names}))}, or leave it empty for all linear layers"
+        )
     wanted = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,52 @@ def test_adapters_are_trained_and_sampled_in_one_process(tmp_path: Path, capsys:
     assert main([*words, str(tmp_path / "again"), "--model", summary.model]) == 0
     assert main([*words, str(tmp_path / "no"), "--model", str(folder), "--set", "engine.lora.rank=2"]) == 64
     assert "engine.lora" in capsys.readouterr().err
+
+
+def test_adapters_are_trained_further_once_they_are_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, adapters = tmp_path / "model", tmp_path / "adapters"
+    save_into(folder)
+    made = add_adapters(load_pretrained(folder).model, AdapterConfig(rank=2))
+    for name, p in made.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p)
+    made.save_pretrained(adapters)
+    WORDS.save_pretrained(adapters)
+
+    def trained(model: Path, out: str, **trainer: Any) -> Any:
+        config = TrainConfig.model_validate(
+            {
+                "agent": f"{Speaker.__module__}:Speaker",
+                "env": f"{Letters.__module__}:Letters",
+                "tasks": ["a", "b"],
+                "evaluation": {"fraction": 0},
+                "engine": {"kind": "embedded", "model": str(model)},
+                "trainer": trainer,
+                "loop": settings_of(updates=1, max_lag=0).model_dump(),
+            }
+        )
+        return train(config, tmp_path / out)
+
+    for lora in ({}, {"lora": {"rank": 2}}, {"lora": {"rank": 4, "targets": ["v_proj"]}}):
+        with pytest.raises(UsageError, match="holds adapters") as refused:
+            trained(adapters, "no", **lora)
+        assert not (tmp_path / "no").exists()
+    monkeypatch.chdir(tmp_path)
+    command = str(refused.value).partition("python ")[2]
+    subprocess.run(f"{sys.executable} {command}", shell=True, check=True, capture_output=True)
+    ids = torch.tensor([[1, 2, 3]])
+    logits = [load_pretrained(path).model(ids).logits for path in (adapters, tmp_path / "merged")]
+    torch.testing.assert_close(*logits)
+    assert trained(tmp_path / "merged", "run", lora={"rank": 2}).books_close
+
+
+def test_targets_that_name_no_layer_are_refused_by_name() -> None:
+    for targets in (("q_proj", "nosuch"), ("nosuch",), ("all-linear", "q_proj"), ("lm_head",)):
+        wrong = next(name for name in targets if name != "q_proj")
+        with pytest.raises(UsageError, match=rf"targets: {wrong} names no layer.*down_proj"):
+            add_adapters(model(), AdapterConfig(rank=2, targets=targets))
+    for targets in (("q_proj", "layers.0.mlp.up_proj"), ()):
+        assert add_adapters(model(), AdapterConfig(rank=2, targets=targets)).peft_config
 
 
 def test_adapters_whose_model_is_gone_are_refused_by_its_name(tmp_path: Path) -> None:
