@@ -70,6 +70,18 @@ def as_outcome(value: object, method: str = "step") -> Outcome:
     raise EnvironmentFault(f"{method} must return {wanted}, not {type(value).__name__}")
 
 
+def as_reaction(value: object) -> Outcome:
+    """Return the outcome of `step` in a new episode. Raises EnvironmentFault if the episode goes on without an
+    observation. Tapes of earlier versions may have such steps, so what reads a tape calls `as_outcome`."""
+    outcome = as_outcome(value)
+    if outcome.observation is None and not (outcome.terminated or outcome.truncated):
+        raise EnvironmentFault(
+            "step returned an Outcome without an observation and without an end, so the agent would act again and see "
+            "no result: set `terminated=True` if the task is over, or return the agent's next observation"
+        )
+    return outcome
+
+
 def without(value: JsonValue, name: str, rules: Normalisers) -> JsonValue:
     """Return the JSON value of the field `name`, with each part that varies by `rules` replaced by `…`."""
     if name in rules:
@@ -127,7 +139,7 @@ class Outcome:
     """
 
     observation: Observation | None = None
-    """The agent's next observation. It may be None at the end of the episode. A `str` is stored as `Text`."""
+    """The agent's next observation. It may be None only if the episode ends here. A `str` is stored as `Text`."""
     reward: float | dict[str, float] | None = None
     """A dict of named components, or a number for the single component `reward`. None means that this action was not
     scored, which differs from a reward of zero."""

@@ -173,6 +173,10 @@ class LLM(Clock):
         if messages is not None and system is not None:
             raise BadArgument("llm() got system and messages: make the system prompt the first of the messages")
         asked = check_messages(messages) if messages is not None else tape.messages(system)
+        if system is not None and len(asked) > 1 and asked[1]["role"] in ("system", "developer"):
+            warn_once(
+                log, f"{tape.scope!r} and the task both give a system prompt, and the model reads both: remove one"
+            )
         schemas = tuple(tool_schema(tool) for tool in tools) if tools else None
         exchange = _Exchange(self, self.engine, tape.scope, conversation, asked, schemas)
         exchange.prepare(settings, seed, constraint, listener)

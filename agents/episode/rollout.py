@@ -31,6 +31,7 @@ from ...envs.environment import (
     RestoreMismatch,
     as_observation,
     as_outcome,
+    as_reaction,
     new_environment,
 )
 from ...envs.loop_watch import is_user_code
@@ -169,6 +170,8 @@ class Caller:
 
 class Episode:
     """One episode. Its settings are in the recorder's `begin` record. Await `episode.run()` once."""
+
+    reaction = staticmethod(as_reaction)
 
     def __init__(
         self,
@@ -378,7 +381,7 @@ class Episode:
             if isinstance(action, ToolCalls):
                 self.timers.acting(True)
             try:
-                outcome = as_outcome(await self.call("step", action))
+                outcome = self.reaction(await self.call("step", action))
             finally:
                 self.timers.acting(False)
             self._score(outcome, at)

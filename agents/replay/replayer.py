@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...envs.environment import Environment, Outcome
+from ...envs.environment import Environment, Outcome, as_outcome
 from ...envs.load_named import load_named
 from ...tapes import Action, Observation, Status, Tape
 from ...tapes.audit.checking import check_run
@@ -222,6 +222,8 @@ def _episode(script: Script, agent: Agent, engine: _Engine) -> Episode:
 
 
 class _Episode(Episode):
+    reaction = staticmethod(as_outcome)
+
     def _warn(self, cause: Cause, *, kept: bool = False) -> None:
         """Log nothing, because the fault was logged during the recording, or the verdict reports it."""
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 
 from pydantic import Field, JsonValue
 
-from ...envs.adapters.tools import ToolEnvironment
+from ...envs.adapters.tools import ToolEnvironment, unscored
 from ...envs.blocking import in_thread
 from ...envs.environment import AnyEnvironment, Environment, EnvironmentFactory, first_use
 from ...envs.load_named import load_function, load_named, not_loaded, raised
@@ -67,6 +67,8 @@ class LoadedSetup:
     """An instance that is already closed."""
     held_out: Taskset | None = field(default=None, kw_only=True)
     """Held-out tasks that Python code passed."""
+    unscored: str | None = field(default=None, kw_only=True)
+    """Name of the environment's class, if it is known that nothing scores its episodes."""
 
     @property
     def tools(self) -> bool:
@@ -179,7 +181,8 @@ class Setup(TasksConfig, SeedConfig):
         rewards = load_rewards(self.rewards)
         made_env = pool or made_env
         made_env = made_env if rewards is None else rewarded(made_env, rewards)
-        loaded = LoadedSetup(made_agent, made_env, made_tasks, pool=pool, sample=sample)
+        unscored_by = type(sample).__name__ if rewards is None and unscored(sample) else None
+        loaded = LoadedSetup(made_agent, made_env, made_tasks, pool=pool, sample=sample, unscored=unscored_by)
         loaded.check_tasks(made_tasks)
         return self.model_copy(update=names), loaded
 

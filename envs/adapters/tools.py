@@ -442,6 +442,14 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
         return ToolResult(id=call.id, name=call.name, content=text, error=error, pictures=pictures)
 
 
+def unscored(env: object) -> bool:
+    """Return whether it is known that nothing scores an episode of `env`: a ToolEnvironment without rewards and without
+    an own method that could return one."""
+    if not isinstance(env, ToolEnvironment) or env.rewards is not None:
+        return False
+    return all(getattr(type(env), f) is getattr(ToolEnvironment, f) for f in ("answered", "finish", "step"))
+
+
 async def _ask(tool: Tool, arguments: dict[str, JsonValue]) -> tuple[str | Sequence[str | Visual], bool]:
     """Call the tool. Return the content of the result, and whether it is an error."""
     timer = asyncio.timeout(tool.timeout)

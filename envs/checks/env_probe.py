@@ -28,6 +28,7 @@ from ..environment import (
     Outcome,
     as_observation,
     as_outcome,
+    as_reaction,
     new_environment,
 )
 from ..loop_watch import LoopWatch, Stall
@@ -248,20 +249,12 @@ class Probe:
         seen: Any = play.first
         for turn in range(self.max_turns if script is None else len(script)):
             action = self._next_action(seen, rng) if script is None else script[turn]
-            outcome = self._checked(as_outcome, await self.call(env, "step", action, check=check), "step")
+            outcome = self._checked(as_reaction, await self.call(env, "step", action, check=check), "step")
             play.turns.append((action, outcome))
             if outcome.terminated or outcome.truncated:
                 play.status = Status.FINISHED if outcome.terminated else Status.TRUNCATED
                 return
-            if outcome.observation is None:
-                self.found(
-                    "types",
-                    f"{self.name}.step returned no observation for {action!r:.120} although the episode continues: "
-                    "the agent would act without seeing the result of its action",
-                    warning=True,
-                )
-            else:
-                seen = outcome.observation
+            seen = outcome.observation
         play.status = Status.LIMIT
 
     async def close(self, env: AnyEnvironment) -> None:

@@ -45,10 +45,12 @@ from ..environment import (
     AnyEnvironment,
     Environment,
     EnvironmentFactory,
+    EnvironmentFault,
     Normalisers,
     RestoreMismatch,
     as_observation,
     as_outcome,
+    as_reaction,
     new_environment,
     without,
 )
@@ -182,6 +184,8 @@ async def _execute(tape: Tape, env: AnyEnvironment) -> tuple[list[Moment], Excep
 
 async def _steps(tape: Tape, env: AnyEnvironment, moments: list[Moment]) -> None:
     begin = tape.begin
+    failed = tape.cause is not None and tape.cause.error == EnvironmentFault.__qualname__
+    read = as_reaction if failed else as_outcome
     env.rng = random.Random(begin.env_seed)
     if tape.parent is not None:
         await env.restore(begin.task.given, tape.parent)
@@ -191,7 +195,7 @@ async def _steps(tape: Tape, env: AnyEnvironment, moments: list[Moment]) -> None
     for k, entry in enumerate(tape.entries):
         if k < tape.inherited or not isinstance(entry.step, Action):
             continue
-        outcome = as_outcome(await cast("Environment[Action]", env).step(entry.step))
+        outcome = read(await cast("Environment[Action]", env).step(entry.step))
         done = Status.FINISHED if outcome.terminated else Status.TRUNCATED if outcome.truncated else None
         seen, ends = _plain(outcome.observation), done.value if done is not None else None
         moments.append(Moment(entry.turn, k, {"observation": seen, **_scored(outcome.components()), "done": ends}))

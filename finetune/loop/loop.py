@@ -19,6 +19,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
+
 from ...agents import Agent
 from ...agents.engines.engine import TRAINING, CapableEngine, Engine, TrainableEngine, require
 from ...agents.engines.team_engine import TeamEngine, UnknownAgent, check_seats, lead_of
@@ -90,6 +92,20 @@ def check_speaks(agents: Sequence[str], rows: Iterable[Row], setting: str = "loo
             f"{setting} names {', '.join(map(repr, agents))}, but the agents that spoke are "
             f"{', '.join(map(repr, sorted(paths)))}: name some of these paths"
         )
+
+
+def check_learns(history: History, phase: str, agents: Sequence[str] | None, rows: Iterable[Row]) -> None:
+    """Raise UsageError if the recipe needs log-probs at sampling, and no token of these agents (None: of any) in the
+    rows has one. Updates would then change nothing."""
+    recipe = history.enter(phase).recipe
+    calls = [(row, k) for row in rows for k, path in enumerate(row.agents) if agents is None or path in agents]
+    usable = (np.isfinite(row.old[row.call == k]).any() for row, k in calls)
+    if not recipe.surrogate.advantages or not calls or any(usable):
+        return
+    row, k = calls[0]
+    call = next(call for call in history.store.tape(row.tape).calls if call.call == row.calls[k])
+    why = call.sampling.inexact or "the log-probs at sampling are unknown, as of text that no model sampled freely"
+    raise UsageError(f"recipe {recipe.name!r} can train on no token of the first batch: in calls of {call.by!r}, {why}")
 
 
 def check_engines(engines: Iterable[Engine], config: LoopConfig) -> None:
@@ -419,15 +435,19 @@ class Loop:
         }
 
     def _check_agents(self, plan: Plan) -> None:
-        """Check in the first batch that each policy has an agent that spoke, and that the agents of each player exist.
-        Raises UnknownAgent."""
-        if plan.agents is None or self._agents_checked:
-            return
+        """Check in the first batch that each policy has an agent that spoke and tokens that it can learn from, and that
+        the agents of each player exist. Raises UnknownAgent and UsageError."""
         rows = [row for tape in plan.tapes for row in self.rollouts.converted[tape][0]]
-        check_speaks(plan.agents, rows)
-        for player in self.players:
-            check_speaks(player.agents, rows, f"the player {player.called}")
-        check_seats(self.engine, self.rollouts.spoke)
+        if self._agents_checked or not rows:
+            return
+        policies = [(self.history, plan.agents, "loop.agents")]
+        policies += [(player.history, player.agents, f"the player {player.called}") for player in self.players]
+        for history, agents, setting in policies:
+            if agents is not None:
+                check_speaks(agents, rows, setting)
+            check_learns(history, plan.phase, agents, rows)
+        if plan.agents is not None:
+            check_seats(self.engine, self.rollouts.spoke)
         self._agents_checked = True
 
     def _check(self, stats: UpdateStats, use: Use) -> None:

@@ -83,6 +83,11 @@ class LoadedRun:
             loop = config.loop.model_copy(update={"critic": CriticConfig()})
             config = fit_critic(config.model_copy(update={"loop": loop}))
         check_recipe(config.loop, recipe, None if config.warm or config.loop.corpus else 0)
+        if setup.unscored is not None and recipe.surrogate.advantages:
+            raise UsageError(
+                f"nothing scores the episodes of {setup.unscored}, so recipe {recipe.name!r} can't learn from them: "
+                "define `answered`, which returns tr.Outcome(reward=..., terminated=True), or set `rewards`"
+            )
         context = config.engine.capacity or (DEFAULT_CAPACITY if config.engine.kind == "embedded" else None)
         most = config.loop.longest_episode(context)
         for why in recipe.unfit(most) if most and not ranks.rank else ():

@@ -23,7 +23,7 @@ from tapereel.agents import (
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.envs import Environment, Outcome
 from tapereel.tapes import Answer, CauseType, ParseError, Status, Text, ToolCalls, ToolResult, ToolResults
-from tapereel.tapes.steps import read_step
+from tapereel.tapes.steps import Prompt, read_step
 
 from ..families import tokenizer
 from ..worlds import Guess, GuessNumber, Player
@@ -80,6 +80,20 @@ def test_a_system_prompt_alone_makes_an_agent_that_answers_with_text():
     assert [type(s) for s in tape[1:2]] == [Answer]
     assert tape[1].text == '{"no": "call"}'
     assert seen[0][0] == ("system", "Be brief.")
+
+
+def test_a_second_system_prompt_is_a_warning(caplog):
+    messages = ({"role": "system", "content": "You are a judge."}, {"role": "user", "content": "Guess."})
+
+    class Told(GuessNumber):
+        async def reset(self, task: int) -> Prompt:
+            await super().reset(task)
+            return Prompt(text="Guess.", messages=messages)
+
+    for system, warned in ((None, 0), ("Be brief.", 1)):
+        tape = run(ChatAgent(system, name="judge"), Told(), 7, engine=ScriptedEngine(["7"]))
+        assert len(tape.calls[0].messages) == 2 + warned
+        assert sum("'judge'" in r.getMessage() and "system prompt" in r.getMessage() for r in caplog.records) == warned
 
 
 def test_parse_and_actions_exclude_each_other():

@@ -29,6 +29,18 @@ def test_what_the_library_refuses_is_blamed_on_the_line_of_the_environment():
     assert tape.cause.frame.endswith(" in step")
 
 
+def test_a_step_without_an_observation_and_without_an_end_is_an_error_of_the_environment():
+    class Forgets(GuessNumber):
+        async def step(self, action: Guess) -> Outcome:
+            return Outcome(reward=1.0, truncated=action.number == 3)
+
+    tape = run(Player(), Forgets(), 7, engine=ScriptedEngine(["7", "7"]))
+    assert (tape.cause.type, tape.cause.error) == (CauseType.ENVIRONMENT, "EnvironmentFault")
+    assert "terminated=True" in tape.cause.message
+    assert (tape.reward, len(tape.actions)) == (None, 1)
+    assert run(Player(), Forgets(), 7, engine=ScriptedEngine(["3"])).reward == 1.0
+
+
 def test_a_method_that_is_not_async_is_named_with_the_remedy():
     class Sync(GuessNumber):
         def step(self, action: Guess) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
 import pytest
 
-from tapereel.agents import Limits, ScriptedEngine, rollout
+from tapereel.agents import LLM, Limits, ScriptedEngine, agent, rollout
 from tapereel.agents.replay.replayer import replay
 from tapereel.envs import Environment, Outcome
 from tapereel.envs.checks.reexec import reexec
@@ -185,3 +186,42 @@ def test_differences_are_found_in_order_and_long_texts_cut_around_the_first():
     assert len(a) < 4100
     assert "x1y" in a
     assert "x2y" in b
+
+
+@agent
+async def blind(tape: Tape, llm: LLM) -> AsyncIterator[Any]:
+    yield Answer(text=(await llm(tape, messages=[{"role": "user", "content": "On!"}])).text)
+
+
+class Quiet(Environment[Answer]):
+    """Says nothing after the first turn."""
+
+    async def reset(self, task: int) -> str:
+        self.turns = 0
+        return "begin"
+
+    async def step(self, action: Answer) -> Outcome:
+        self.turns += 1
+        return Outcome("on" if self.spoken else None, reward=0.5, terminated=self.turns == 2)
+
+    spoken = False
+
+
+class Spoken(Quiet):
+    spoken = True
+
+
+def test_a_step_without_an_observation_was_allowed_in_earlier_versions():
+    engine = ScriptedEngine(["a", "b"])
+    tape = asyncio.run(rollout(blind, Spoken, 1, engine=engine))
+    bodies = [body.replace(b'"step":3', b'"step":2') for body in tape.bodies if b'"text":"on"' not in body]
+    earlier = Tape.of(bodies)
+    assert [len(earlier.actions), len(earlier.observations)] == [2, 1]
+    assert asyncio.run(replay(earlier, blind)).outcome == "verified"
+    assert asyncio.run(reexec(earlier, Quiet)).outcome == "verified"
+    failed = asyncio.run(rollout(blind, Quiet, 1, engine=ScriptedEngine(["a", "b"])))
+    assert failed.cause is not None
+    assert failed.cause.error == "EnvironmentFault"
+    for verdict in (replay(failed, blind), reexec(failed, Quiet)):
+        assert asyncio.run(verdict).outcome == "verified"
+    assert asyncio.run(reexec(failed, Spoken)).outcome == "diverged"

@@ -136,20 +136,14 @@ class Guess(Action, kind="legal_guess"):
 
 
 class Game(Environment[Action]):
-    """Says `lower` until 3, or says nothing."""
-
-    silent = False
+    """Says `lower` until 3."""
 
     async def reset(self, task: object) -> str:
         return "Guess."
 
     async def step(self, action: Action) -> Outcome:
         over = str(action) in ("3", "done") or getattr(action, "number", None) == 3
-        return Outcome(None if self.silent or over else "lower", reward=float(over), terminated=over)
-
-
-class Silent(Game):
-    silent = True
+        return Outcome(None if over else "lower", reward=float(over), terminated=over)
 
 
 class Shop(ToolEnvironment):
@@ -192,7 +186,6 @@ PEAR, PLUM = {"fruit": "pear"}, {"fruit": "plum"}
 BOTH: list[Call] = [("price", PEAR), ("stock", PLUM)]
 CASES: dict[str, tuple[Agent, Callable[[], Any], list[list[Call] | str]]] = {
     "typed actions": (guesser, Game, [[("legal_guess", {"number": 9})], [("legal_guess", {"number": 3})]]),
-    "no observation": (guesser, Silent, [[("legal_guess", {"number": 9})], [("legal_guess", {"number": 3})]]),
     "invalid JSON": (guesser, Game, [[("legal_guess", "{not json")], [("legal_guess", {"number": 3})]]),
     "wrong arguments": (guesser, Game, [[("legal_guess", {"number": "x"})], [("legal_guess", {"number": 3})]]),
     "an unknown name": (guesser, Game, [[("nosuch", {})], [("legal_guess", {"number": 3})]]),
@@ -211,7 +204,6 @@ CASES: dict[str, tuple[Agent, Callable[[], Any], list[list[Call] | str]]] = {
 
 READ = {
     "typed actions": {"lower"},
-    "no observation": {NOT_MADE},
     "tools": {"pear costs 50", "7 of plum"},
     "a subset of the calls": {NOT_MADE, "7 of plum"},
 }
