@@ -119,9 +119,12 @@ def call_factory(factory: EnvironmentFactory) -> AnyEnvironment:
 
 
 def first_use(env: AnyEnvironment) -> AnyEnvironment:
-    """Return an instance that a factory made. Raises NotAnEnvironment if a factory returned this instance before."""
+    """Return an instance that a factory made. Raises NotAnEnvironment if a factory returned this instance before, or if
+    its `rewards` can't score a tape."""
+    name = type(env).__qualname__
+    if env.rewards is not None and not hasattr(env.rewards, "names"):  # such as a list or a function on the class
+        raise NotAnEnvironment(f"{name}.rewards is {shown(env.rewards)}: write `rewards = Rewards([...])`")
     if vars(env).get("_used") == id(env):  # a copy of a used instance has its attributes, but another id
-        name = type(env).__qualname__
         raise NotAnEnvironment(
             f"the factory returned the same {name} again, and an instance serves one episode: make a new one in each "
             f"call, as `lambda: {name}(...)` does"

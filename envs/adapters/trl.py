@@ -12,15 +12,21 @@ completion. TRL need not be installed. Some details differ from TRL:
 4. Values that don't exist here are not passed as None: `completion_ids` if an episode has no token ids, `environments`
    if an episode has ended, and `trainer_state`, since no TRL trainer runs. If the function's parameter has
    a default, the default is used. Otherwise the function fails with an error that names the parameter.
-5. The values that a function passes to `log_metric` and `log_extra` are kept as evidence of its score.
+5. An answer whose call can't be read doesn't end the episode. The completion has the answer's raw text, then a user
+   message with the problem. If the prompt is text, the completion is the text of all messages after it.
+6. The values that a function passes to `log_metric` and `log_extra` are kept as evidence of its score.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from pydantic import JsonValue
 
@@ -29,14 +35,18 @@ from ...tapes import (
     Call,
     Message,
     NotATape,
+    Observation,
+    ParseError,
     Picture,
     Status,
     Tape,
     Task,
+    Thought,
+    ToolCall,
     ToolCalls,
-    ToolResults,
     Video,
 )
+from ...tapes.common.stats import plain
 from ...tapes.decoding import DATA_URL, decoded
 from ...tapes.errors import BadArgument
 from ...tapes.messages import frames_of, heard, text_of
@@ -96,21 +106,30 @@ class TRLEnvironment(ToolEnvironment):
     The agent for this environment is `ChatAgent(actions=[ToolCalls], plain=Answer)`. An answer without a call ends the
     episode, as in TRL. `factory` is the `environment_factory` of `GRPOTrainer`: a class, a dict of classes, or None for
     tasks with one turn. A row's `environment` selects a class in the dict. `rewards` are the `reward_funcs`. Each
-    function becomes a reward component with the function's name.
+    function becomes a reward component with the function's name, and a second one of this name is `NAME_2`.
     """
 
     def __init__(
         self,
         factory: Factory | Mapping[str, Factory] | None = None,
         *,
-        rewards: Iterable[TRLReward] = (),
+        rewards: Iterable[TRLReward | RewardSource[Tape]] = (),
+        reward_weights: Sequence[float] | None = None,
         effect: Effect = "pure",
     ) -> None:
+        """`reward_weights` are the weights of `rewards`, by default 1 each."""
         super().__init__((), parallel=1)
         self.effect = effect
         self._factory = factory
         self._instance: Any = None
-        sources = [self._source(function) for function in rewards]
+        sources = [one if isinstance(one, RewardSource) else self._source(one) for one in rewards]
+        names = [one.name for one in sources]
+        weights = [one.weight for one in sources] if reward_weights is None else reward_weights
+        if len(weights) != len(sources):
+            raise BadArgument(f"reward_weights are {weights!r:.80} for {len(sources)} rewards: give one for each")
+        for k, (one, weight) in enumerate(zip(sources, weights, strict=True)):
+            before = names[:k].count(one.name)
+            sources[k] = replace(one, name=f"{one.name}_{before + 1}" if before else one.name, weight=weight)
         if sources:
             self.rewards = Rewards(sources)
 
@@ -148,12 +167,8 @@ class TRLEnvironment(ToolEnvironment):
         return Prompt(text=last, messages=tuple(messages), tools=tools, pictures=tuple(pictures))
 
     async def finish(self, status: Status) -> Outcome | None:
-        reward: dict[str, float] = {}
-        if hasattr(self._instance, "get_reward"):
-            score = await self._own(self._instance.get_reward)
-            if score is not None:
-                reward[type(self._instance).__name__] = float(score)
-        return Outcome(reward=reward or None)
+        score: Any = await self._own(self._instance.get_reward) if hasattr(self._instance, "get_reward") else None
+        return Outcome(reward=None if _is_none(score) else {type(self._instance).__name__: score})
 
     async def close(self) -> None:
         close = getattr(self._instance, "close", None)
@@ -192,11 +207,13 @@ def trl_reward(function: TRLReward, *, weight: float = 1.0, pure: bool = True) -
 
 
 async def _score(function: TRLReward, tape: Tape, environments: list[Any] | None) -> Scored | None:
-    row, messages = row_of(tape.begin.task), _conversation(tape)
+    row, first = row_of(tape.begin.task), tape[0]
     prompt = row.get(question_key(row) or "prompt", question_part(tape.begin.task)[0])
-    completion = cast(Any, messages)
-    if isinstance(prompt, str):  # a tool's result is never the model's answer
-        completion = messages[-1]["content"] if messages and messages[-1]["role"] == "assistant" else ""
+    completion: Any = _conversation(tape, isinstance(prompt, str)) or [{"role": "assistant", "content": ""}]
+    if isinstance(prompt, str):
+        completion = "\n".join(map(text_of, completion))
+    elif isinstance(first, Prompt):
+        prompt = [dict(message) for message in first.messages]  # with what `reset` returned
     logged: dict[str, dict[str, JsonValue]] = {}
     arguments: dict[str, Any] = {
         "prompts": [prompt],
@@ -206,9 +223,9 @@ async def _score(function: TRLReward, tape: Tape, environments: list[Any] | None
     }
     missing = {"trainer_state": _NO_STATE}
     columns = row.keys() - {"prompt", "completion", "completion_ids"}
-    if taken := sorted(columns & {*arguments, *missing, "environments"}):
+    if own := sorted(columns & {*arguments, *missing, "environments"}):
         raise BadArgument(
-            f"the row has the column {taken[0]!r}, but a reward function gets its own `{taken[0]}`: rename the column"
+            f"the row has the column {own[0]!r}, but a reward function gets its own `{own[0]}`: rename the column"
         )
     arguments |= {key: [row[key]] for key in columns}
     if environments is not None:
@@ -234,16 +251,20 @@ def _accepted(function: TRLReward, arguments: dict[str, Any], missing: Mapping[s
 
 
 def _read(function: TRLReward, scores: Any, logged: dict[str, dict[str, JsonValue]]) -> Scored | None:
-    """Return the score for a batch of one, with the logged values as evidence. NaN means None in TRL."""
+    """Return the score for a batch of one, with the logged values as evidence."""
     try:
         (score,) = scores
-        value = None if score is None else float(score)
     except (TypeError, ValueError) as error:
         raise BadArgument(
             f"{_name(function)} returned {scores!r:.80} for one completion: a reward function must return a list with "
             "one number, or None, for each"
         ) from error
-    return None if value is None or value != value else Scored(value, evidence={**logged} or None)
+    return None if _is_none(score) else Scored(score, evidence={**logged} or None)
+
+
+def _is_none(score: object) -> bool:
+    """Return whether a score is None or NaN, which are the same for TRL."""
+    return score is None or (isinstance(score := plain(score), float) and math.isnan(score))
 
 
 def completion_ids(tape: Tape) -> list[int]:
@@ -310,23 +331,53 @@ async def _extended(last: Message, addition: Any, instance: Any) -> tuple[Messag
     return {**last, "content": [*before, *after]}, shown
 
 
-def _as_message(action: Action) -> Message:
-    if not isinstance(action, ToolCalls):
-        return {"role": "assistant", "content": str(action)}
-    calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in action.calls]
-    return {"role": "assistant", "content": "", "tool_calls": calls}
+_THOUGHTS = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
+_CALLS = re.compile(
+    r"<tool_call>.*?</tool_call>|(?:\[TOOL_CALLS\]|<\|(?:python_tag|tool)|<function|\{\s*\"name\").*", re.DOTALL
+)
+"""Matches calls in the forms of Qwen and Hermes, Mistral and Llama."""
 
 
-def _conversation(tape: Tape) -> list[Message]:
-    """Return the messages after the prompt of a recorded episode."""
-    messages: list[Message] = []
-    for step in list(tape)[1:]:
-        if isinstance(step, ToolResults):
-            messages.extend(frames_of(heard(step)))
-        elif isinstance(step, Action):
-            messages.append(_as_message(step))
+def _as_message(text: str, calls: Sequence[ToolCall]) -> Message:
+    """Return a turn as TRL's `parse_response` does if there are tools. The content is the last text that is neither a
+    thought nor a call."""
+    opened = f"<think>{text}" if "</think>" in text and "<think>" not in text else text  # the prompt may end with it
+    thoughts, rest = _THOUGHTS.findall(opened), _THOUGHTS.sub("\0", opened)
+    texts = [part.strip() for part in (_CALLS.sub("\0", rest) if calls else rest).split("\0")]
+    content = next((part for part in reversed(texts) if part), "")
+    if "<tool_call>" in content:  # it was cut off
+        return {"role": "assistant", "content": text}
+    message: Message = {"role": "assistant", "content": content}
+    if thoughts and thoughts[-1].strip():
+        message["reasoning_content"] = thoughts[-1].strip()
+    if calls:
+        functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
+        message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+    return message
+
+
+def _conversation(tape: Tape, text: bool) -> list[Message]:
+    """Return the messages after the prompt of a recorded episode. A turn is raw text with `text`, without tools, or if
+    its calls can't be read."""
+    calls, messages = {call.call: call for call in _calls(tape)}, list[Message]()
+    reads = not text and (not calls or any(call.tools is not None for call in calls.values()))
+    for entry in tape.entries[1:]:
+        step, made = entry.step, entry.step.calls if isinstance(entry.step, ToolCalls) else ()
+        if isinstance(step, Observation):
+            messages += [{k: v for k, v in m.items() if k != "tool_call_id"} for m in frames_of(heard(step))]
+        elif isinstance(step, Action | ParseError):
+            call = calls.pop(entry.calls[-1][0], None) if entry.calls else None
+            said = call.text or "" if call is not None else "" if made else str(step)
+            read = reads and isinstance(step, Action)
+            messages.append(_as_message(said, made) if read else {"role": "assistant", "content": said})
+            messages += () if isinstance(step, Action) else heard(step)
+    last = tape.calls[-1] if tape.calls else None
+    if last and last.call in calls and all(isinstance(one, Thought) for one in tape[tape.log.cuts[-1].steps :]):
+        messages.append({"role": "assistant", "content": last.text or ""})  # no step was made of it
     return messages
 
 
 def _name(function: Any) -> str:
+    while isinstance(function, partial):
+        function = function.func
     return getattr(function, "__name__", type(function).__name__)

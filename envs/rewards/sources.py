@@ -17,7 +17,7 @@ from typing import Any, Generic, Literal, NamedTuple, Never, TypeVar
 from pydantic import JsonValue
 
 from ...tapes import Action, Tape, TapereelError
-from ...tapes.common.stats import reward_value
+from ...tapes.common.stats import plain, reward_value
 from ...tapes.common.text import storable
 from ...tapes.errors import RunStopped
 from ...tapes.records import Reward
@@ -366,8 +366,9 @@ def ensemble(
 async def _score(source: RewardSource[Tape], tape: Tape) -> tuple[float | None, JsonValue]:
     result = await _asked(source, tape)
     scored = result if isinstance(result, Scored) else Scored(result)
-    if scored.score is not None and (isinstance(scored.score, bool) or not isinstance(scored.score, int | float)):
+    value = plain(scored.score)
+    if value is not None and not isinstance(value, int | float):
         raise TypeError(
             f"part {source.name!r} returned {scored.score!r:.80}; a part of an ensemble must return one number"
         )
-    return scored.score, scored.evidence
+    return value, scored.evidence

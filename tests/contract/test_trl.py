@@ -1,4 +1,4 @@
-"""TRL's own trainers train on the rows and prompts of a run."""
+"""TRL's own trainers train on the rows and prompts of a run, and their reward functions get the same here and there."""
 
 from __future__ import annotations
 
@@ -52,3 +52,11 @@ def test_trls_own_trainers_train_on_the_rows_and_prompts_of_a_run(tmp_path: Path
     assert got["moved"]
     assert got["asked"]
     assert set(got["asked"]) <= set(run.dataset(tokenizer=folder)["prompt_text"])
+
+
+def test_a_reward_function_gets_what_trls_own_trainer_gives_it(tmp_path: Path) -> None:
+    started("trl_rewards_run.py", tmp_path)
+    cases = json.loads((tmp_path / "seen.json").read_text())
+    assert len(cases) == 14
+    for name, case in cases.items():
+        assert case["ours"] == case["trl"], name

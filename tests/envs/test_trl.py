@@ -185,7 +185,7 @@ def test_a_prompt_of_text_gives_completions_of_text() -> None:
     assert tape.reward == 4.0
 
 
-def test_a_tools_result_is_not_the_answer_to_a_prompt_of_text() -> None:
+def test_a_completion_of_text_is_all_that_followed_the_prompt() -> None:
     def seen(completions: list[str], **_: Any) -> list[float]:
         got.extend(completions)
         return [1.0]
@@ -193,7 +193,41 @@ def test_a_tools_result_is_not_the_answer_to_a_prompt_of_text() -> None:
     got: list[str] = []
     env, agent = lambda: TRLEnvironment(WordGame, rewards=[seen]), ChatAgent(actions=[ToolCalls], plain=Answer)
     asyncio.run(rollout(agent, env, trl_row({**ROW, "prompt": "Guess."}), engine=says(("a",)), limits=Limits(turns=1)))
-    assert got == [""]
+    call = '<tool_call>{"name": "guess", "arguments": {"letter": "a"}}</tool_call>'
+    assert got == [f"{call}\na_a"], "never the tool's result alone"
+
+
+def test_a_completion_has_what_the_model_wrote_beside_its_calls() -> None:
+    def seen(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
+        got.append((prompts[0], completions[0]))
+        return [1.0]
+
+    def spoken(content: str, **more: Any) -> dict[str, Any]:
+        return {"role": "assistant", "content": content, **more}
+
+    got: list[Any] = []
+    env, agent = lambda: TRLEnvironment(WordGame, rewards=[seen]), ChatAgent(actions=[ToolCalls], plain=Answer)
+    call, broken = (
+        '<tool_call>{"name": "guess", "arguments": {"letter": "a"}}</tool_call>',
+        "Hm. <tool_call>{</tool_call>",
+    )
+    answers = [f"<think>\nso\n</think>\n\nAn a? {call}", broken, "<think>yes</think>\n\nada"]
+    asyncio.run(rollout(agent, env, trl_row(ROW), engine=ScriptedEngine(answers)))
+    ((prompt, completion),) = got
+    assert prompt == [ROW["prompt"][0], {"role": "user", "content": "Guess. It has 3 letters."}]
+    guess = {"type": "function", "function": {"name": "guess", "arguments": {"letter": "a"}}}
+    assert completion[:3] == [
+        spoken("An a?", reasoning_content="so", tool_calls=[guess]),
+        {"role": "tool", "name": "guess", "content": "a_a"},
+        spoken(broken),
+    ]
+    assert [completion[3]["role"], *completion[4:]] == ["user", spoken("ada", reasoning_content="yes")]
+
+    asyncio.run(rollout(agent, env, trl_row(ROW), engine=ScriptedEngine([call, *[broken] * 3])))
+    assert got[1][1][2::2] == [spoken(broken)] * 3, "the last one ends the episode"
+    engine = ScriptedEngine(["ada"], renderer=Renderer(char_tokenizer()))
+    asyncio.run(rollout(agent, env, trl_row(ROW), engine=engine, limits=Limits(context=8)))
+    assert got[2][1] == [spoken("")], "an episode without an answer"
 
 
 @pytest.mark.parametrize("column", ["completions", "prompts", "log_metric", "log_extra", "environments"])

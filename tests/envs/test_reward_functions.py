@@ -1,0 +1,279 @@
+"""Fifty functions that score an answer, each declared in every way: the reward is what plain Python computes."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tapereel.agents import ChatAgent, ScriptedEngine, rollout
+from tapereel.envs import Environment, Outcome, Rewards, RewardSource
+from tapereel.envs.adapters.tools import ToolEnvironment
+from tapereel.envs.adapters.trl import TRLEnvironment, trl_reward, trl_row
+from tapereel.envs.environment import EnvironmentFactory, NotAnEnvironment
+from tapereel.envs.rewards import rewarded
+from tapereel.envs.rewards.sources import ensemble
+from tapereel.tapes import Status, Tape, Task
+from tapereel.tapes.errors import BadArgument
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def number(text: str) -> float | None:
+    found = re.findall(r"-?\d+(?:\.\d+)?", text)
+    return float(found[-1]) if found else None
+
+
+def boxed(text: str) -> str:
+    found = re.findall(r"\\boxed\{([^}]*)\}", text)
+    return found[-1] if found else ""
+
+
+def parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def f1(text: str, answer: str) -> float:
+    common = sum((Counter(words(text)) & Counter(words(answer))).values())
+    return 2 * common / (len(words(text)) + len(words(answer)) or 1)
+
+
+def distance(a: str, b: str) -> int:
+    row = list(range(len(b) + 1))
+    for x in a:
+        made = [row[0] + 1]
+        for j, y in enumerate(b, 1):
+            made.append(min(row[j] + 1, made[-1] + 1, row[j - 1] + (x != y)))
+        row = made
+    return row[-1]
+
+
+def close(text: str, answer: str) -> float | None:
+    got, want = number(text), number(answer)
+    return None if got is None or want is None else math.exp(-abs(got - want))
+
+
+Function = Callable[[str, str], Any]
+FUNCTIONS: dict[str, Function] = {
+    "equal": lambda t, a: t == a,
+    "equal, stripped": lambda t, a: t.strip() == a.strip(),
+    "equal without case": lambda t, a: t.casefold() == a.casefold(),
+    "contains": lambda t, a: a in t,
+    "ends with": lambda t, a: t.endswith(a),
+    "starts with, as an integer": lambda t, a: int(t.startswith(a)),
+    "first line": lambda t, a: float(t.splitlines()[:1] == [a]),
+    "last line": lambda t, a: float(t.splitlines()[-1:] == [a]),
+    "last number": lambda t, a: float(number(t) == number(a)),
+    "near number": close,
+    "boxed": lambda t, a: 1.0 if boxed(t) == a else 0.0,
+    "after the mark": lambda t, a: t.rpartition("####")[2].strip() == a,
+    "thoughts have an end": lambda t, a: bool(re.fullmatch(r"<think>.*?</think>.*", t, re.DOTALL)),
+    "answer in tags": lambda t, a: re.findall(r"<answer>(.*?)</answer>", t) == [a],
+    "number of tags": lambda t, a: 0.125 * sum(t.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>")),
+    "json": lambda t, a: parsed(t) is not None,
+    "json with a key": lambda t, a: isinstance(parsed(t), dict) and "answer" in parsed(t),
+    "json value": lambda t, a: float((parsed(t) or {}).get("answer") == a) if isinstance(parsed(t), dict) else -1.0,
+    "length": lambda t, a: -len(t) / 1000,
+    "length in words": lambda t, a: len(words(t)),
+    "too long": lambda t, a: -min(1.0, max(0, len(t) - 20) / 20),
+    "cosine of the length": lambda t, a: 0.5 * (1 + math.cos(math.pi * min(len(t), 100) / 100)),
+    "brevity": lambda t, a: 1 / (1 + len(t)),
+    "words of their own": lambda t, a: len(set(words(t))) / (len(words(t)) or 1),
+    "repetition": lambda t, a: -max(Counter(words(t)).values(), default=0) / (len(words(t)) or 1),
+    "f1": f1,
+    "recall": lambda t, a: mean([w in words(t) for w in words(a)] or [0]),
+    "jaccard": lambda t, a: len({*t} & {*a}) / len({*t} | {*a} or {0}),
+    "similarity": lambda t, a: difflib.SequenceMatcher(None, t, a).ratio(),
+    "edit distance": lambda t, a: 1 - distance(t, a) / max(len(t), len(a), 1),
+    "negative distance": lambda t, a: -distance(t, a),
+    "capital": lambda t, a: t[:1].isupper(),
+    "full stop": lambda t, a: t.rstrip().endswith("."),
+    "ascii": lambda t, a: t.isascii(),
+    "no apology": lambda t, a: -1 if "sorry" in t.lower() else 0,
+    "digits": lambda t, a: sum(c.isdigit() for c in t) / (len(t) or 1),
+    "balanced": lambda t, a: t.count("(") == t.count(")"),
+    "either": lambda t, a: 1.0 if t == a else 0.1 if a in t else 0.0,
+    "weighted": lambda t, a: 0.6 * (a in t) + 0.3 * t.isascii() + 0.1 * t[:1].isupper(),
+    "no score without a number": lambda t, a: None if number(t) is None else number(t) == number(a),
+    "never a score": lambda t, a: None,
+    "constant": lambda t, a: 0.1,
+    "tiny": lambda t, a: 1e-12 * len(t),
+    "large": lambda t, a: 1e12 if a in t else -1e12,
+    "minus zero": lambda t, a: -0.0,
+    "numpy float": lambda t, a: np.float64(f1(t, a)),
+    "numpy float32": lambda t, a: np.float32(0.1) * len(t),
+    "numpy integer": lambda t, a: np.int64(len(t)),
+    "numpy bool": lambda t, a: np.bool_(a in t),
+    "numpy array without axes": lambda t, a: np.array(len(t) / 7),
+    "numpy mean": lambda t, a: np.mean([w in words(t) for w in words(a)] or [0.0]),
+}
+ANSWER = "42"
+TEXTS = [
+    "42",
+    "",
+    "The answer is 42.",
+    "<think>\n6 * 7 (of course)\n</think>\n\n<answer>42</answer>",
+    '{"answer": "42"}',
+    "Sorry, 41 or so\n#### 41 \\boxed{42}",
+    "Ünïcode four-ty two two",
+]
+
+
+def stated(task: Any) -> str:
+    return Task.of(task).private["answer"]  # type: ignore[index,call-overload,return-value]
+
+
+def of_tape(function: Function) -> Callable[[Tape], Any]:
+    return lambda tape: function(str(tape.actions[-1]), stated(tape.begin.task))
+
+
+def of_batch(function: Function) -> Callable[..., list[Any]]:
+    return lambda completions, answer, **_: [function(c, a) for c, a in zip(completions, answer, strict=True)]
+
+
+class Once(Environment):
+    """One turn; `_function` scores it at its place."""
+
+    _function: Function
+    place = "nowhere"
+
+    async def reset(self, task: Any) -> str:
+        self.answer, self.text = stated(task), ""
+        return "6 * 7?"
+
+    async def step(self, action: Any) -> Outcome:
+        self.text = action.text
+        return Outcome(reward=self.score("step"), terminated=True)
+
+    async def finish(self, status: Status) -> Outcome | None:
+        return Outcome(reward=self.score("finish"))
+
+    def score(self, place: str) -> Any:
+        if self.place == f"a component of {place}":
+            found = type(self)._function(self.text, self.answer)
+            return None if found is None else {"right": found}
+        return type(self)._function(self.text, self.answer) if self.place == place else None
+
+
+class Asked(ToolEnvironment):
+    _function: Function
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    async def answered(self, text: str) -> Outcome:
+        return Outcome(reward=type(self)._function(text, stated(self.task)), terminated=True)
+
+
+class Got:
+    """A class as for GRPOTrainer. It can't see the answer of the model, so it scores the row's."""
+
+    _function: Function
+
+    def reset(self, **row: Any) -> None:
+        self.answer = row["answer"]
+
+    def get_reward(self) -> Any:
+        return type(self)._function(self.answer, self.answer)
+
+
+def kind(cls: type, function: Function, **more: Any) -> Any:
+    return type(cls.__name__, (cls,), {"_function": staticmethod(function), **more})
+
+
+WAYS: dict[str, Callable[[Function], EnvironmentFactory]] = {
+    "step": lambda f: kind(Once, f, place="step"),
+    "finish": lambda f: kind(Once, f, place="finish"),
+    "a component of step": lambda f: kind(Once, f, place="a component of step"),
+    "an attribute of the class": lambda f: kind(Once, f, rewards=Rewards([of_tape(f)])),
+    "a source of a run": lambda f: rewarded(Once, Rewards([of_tape(f)])),
+    "actions": lambda f: rewarded(
+        Once, Rewards([RewardSource(score=lambda tape: [of_tape(f)(tape)], name="each", per="step")])
+    ),
+    "answered": lambda f: kind(Asked, f),
+    "TRLEnvironment": lambda f: lambda: TRLEnvironment(rewards=[of_batch(f)]),
+    "trl_reward": lambda f: rewarded(Once, Rewards([trl_reward(of_batch(f))])),
+}
+
+
+def played(env: EnvironmentFactory, text: str) -> Tape:
+    task = trl_row({"prompt": "6 * 7?", "answer": ANSWER})
+    return asyncio.run(rollout(ChatAgent(), env, task, engine=ScriptedEngine([text])))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_reward_is_the_number_that_the_function_returns(way: str) -> None:
+    wrong = {}
+    for name, function in FUNCTIONS.items():
+        for text in TEXTS:
+            tape, found = played(WAYS[way](function), text), function(text, ANSWER)
+            want = None if found is None else pytest.approx(float(found), rel=0, abs=1e-12)
+            if tape.cause is not None or tape.reward != want:
+                wrong[name, text] = (want, tape.reward, tape.cause)
+    assert wrong == {}
+    assert len(FUNCTIONS) >= 50
+
+
+def test_get_reward_returns_the_same_numbers() -> None:
+    for name, function in FUNCTIONS.items():
+        tape, found = played(lambda f=function: TRLEnvironment(kind(Got, f)), "?"), function(ANSWER, ANSWER)
+        assert tape.reward == (None if found is None else pytest.approx(float(found), rel=0, abs=1e-12)), name
+    tape = played(lambda: TRLEnvironment(kind(Got, lambda t, a: "1")), "?")
+    assert (tape.reward, tape.cause and tape.cause.error) == (None, "BadArgument")
+
+
+def test_scalars_of_torch_are_numbers() -> None:
+    torch = pytest.importorskip("torch")
+    for function in (lambda t, a: torch.tensor(t == a), lambda t, a: torch.tensor(0.5, dtype=torch.float64)):
+        for way, made in WAYS.items():
+            assert played(made(function), "42").reward == float(function("42", ANSWER)), way
+
+
+@pytest.mark.parametrize(("score", "value"), [(True, 2.0), (np.bool_(True), 2.0), (np.float64(0.25), 0.5), ("1", None)])
+def test_a_part_of_an_ensemble_may_be_any_number(score: Any, value: float | None) -> None:
+    whole = ensemble({"part": lambda tape: score}, {"easy": {"part": 2.0}}, label=lambda tape: "easy")
+    assert played(rewarded(Once, Rewards([whole])), "42").reward == value
+
+
+@pytest.mark.parametrize("given", [[of_tape(FUNCTIONS["equal"])], of_tape(FUNCTIONS["equal"]), RewardSource(score=len)])
+def test_rewards_that_are_no_rewards_are_refused_with_the_remedy(given: Any) -> None:
+    with pytest.raises(NotAnEnvironment, match=r"Once\.rewards is .*`rewards = Rewards\(\[\.\.\.\]\)`"):
+        played(kind(Once, FUNCTIONS["equal"], rewards=given), "42")
+
+
+def punishment(most: int) -> Callable[..., list[float]]:
+    def too_long(completions: list[str], **_: Any) -> list[float]:
+        return [-float(len(one) > most) for one in completions]
+
+    return too_long
+
+
+def test_reward_functions_of_trl_have_weights_and_may_share_a_name() -> None:
+    exact = partial(of_batch(FUNCTIONS["equal"]))
+    rewards = [exact, punishment(1), punishment(5), trl_reward(punishment(0), weight=4.0)]
+    tape = played(lambda: TRLEnvironment(rewards=rewards), "42")
+    assert {r.name: r.value * r.weight for r in tape.rewards} == {
+        "<lambda>": 1.0,
+        "too_long": -1.0,
+        "too_long_2": 0.0,
+        "too_long_3": -4.0,
+    }
+    tape = played(lambda: TRLEnvironment(rewards=rewards, reward_weights=[2.0, 0.5, 1.0, 1.0]), "42")
+    assert tape.reward == 2.0 - 0.5 - 1.0
+    with pytest.raises(BadArgument, match=r"\[1\.0\].*\b4\b"):
+        TRLEnvironment(rewards=rewards, reward_weights=[1.0])
