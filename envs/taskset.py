@@ -243,8 +243,9 @@ def _items(source: Any) -> Iterable[Any]:
         )
     pandas = sys.modules.get("pandas")  # without this module, no DataFrame exists
     if pandas is not None and isinstance(source, pandas.DataFrame):
-        # pandas writes NaN for a value that is missing. `astype` keeps the integers of a column from becoming floats.
-        return source.astype(object).where(source.notna(), None).to_dict("records")
+        missing = source.isna().to_dict("records")  # pandas writes NaN for a missing value
+        rows = zip(source.to_dict("records"), missing, strict=True)
+        return [{key: None if gone[key] else value for key, value in row.items()} for row, gone in rows]
     if isinstance(source, Iterable):
         return source
     if not callable(source):

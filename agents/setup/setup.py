@@ -83,10 +83,10 @@ class LoadedSetup:
 
     def check_tasks(self, tasks: Iterable[Task]) -> None:
         """Raise UsageError for a task that no episode can begin with. Log once what is taken from the tasks."""
-        said: dict[str | None, int] = {}
+        said: dict[str | None, None] = {}
         for k, task in enumerate(tasks):
             try:
-                said.setdefault(self.sample.check_task(task), k)
+                said[self.sample.check_task(task)] = None
             except (TypeError, ValueError, TapereelError) as error:
                 raise UsageError(f"task {k} {f'({task.id}) ' * bool(task.id)}can't be used: {error}") from error
         for sentence in list(filter(None, said))[:3]:  # rows of many forms fill no screen

@@ -389,7 +389,10 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
         self.effect = worst(t.effect for t in self.tools.values())
         asked, tools = await self._own(self.prompt, self.task), tuple(t.schema for t in self.tools.values())
         sources = tuple(dict(said) for source in self._sources if (said := getattr(source, "described", None)))
-        messages, pictures = await with_pictures(as_messages(asked), question_part(self.task)[0])
+        # A `prompt` of its own may keep a plain value secret, so only public pictures are shown with it.
+        own = type(self).prompt is not ToolEnvironment.prompt
+        shown = self.task.filled(self.task.public) if own else question_part(self.task)[0]
+        messages, pictures = await with_pictures(as_messages(asked), shown)
         if isinstance(asked, str) and not pictures:
             return ToolOffer(text=asked, tools=tools, sources=sources)
         text = asked if isinstance(asked, str) else text_of(asked[-1])

@@ -28,7 +28,7 @@ from pydantic_core import to_jsonable_python
 
 from ...tapes import Action, Observation, Status, Tape, Task, ToolCalls
 from ...tapes.errors import BadArgument, MissingExtra
-from ...tapes.messages import heard
+from ...tapes.messages import heard, text_of
 from ...tapes.records import Message
 from ...tapes.steps import ParseError, Prompt
 from ..blocking import in_thread
@@ -109,7 +109,8 @@ class VerifiersEnvironment(ToolEnvironment):
         system, given = inner.data.system_prompt, inner.data.prompt
         messages = [{"role": "system", "content": system}] if system is not None else []
         messages += [{"role": "user", "content": given}] if isinstance(given, str) else map(_wire, given)
-        return Prompt(text=offer.text, messages=tuple(messages), tools=offer.tools)
+        text = offer.text if isinstance(given, str) else text_of(messages[-1])
+        return Prompt(text=text, messages=tuple(messages), tools=offer.tools)
 
     async def prompt(self, task: Task) -> str:
         return self._task.data.prompt_text

@@ -12,9 +12,11 @@ import tapereel as tr
 from tapereel.agents import ChatAgent, ScriptedEngine, rollout
 from tapereel.envs.adapters.tools import ToolEnvironment
 from tapereel.envs.adapters.trl import TRLEnvironment
-from tapereel.tapes import Answer, Tape, Task, ToolCalls
+from tapereel.tapes import Answer, Picture, Tape, Task, ToolCalls
 from tapereel.tapes.errors import UsageError
+from tapereel.tapes.pictures import visuals_of
 
+from ..agents.picture_worlds import square
 from ..agents.rendering.templates_table import page
 from .task_forms import BEGIN, ENVIRONMENTS, FORMS, PAGE, Asked, read, table
 
@@ -74,6 +76,16 @@ def test_an_environment_that_shows_the_task_itself_takes_any(tmp_path: Path, cap
 
 def play(env: Any, task: Any) -> Tape:
     return asyncio.run(rollout(AGENT, env, task, engine=ScriptedEngine(["42"])))
+
+
+@pytest.mark.parametrize(("own", "shown"), [(False, 1), (True, 0)])
+def test_an_own_prompt_keeps_the_pictures_of_a_plain_value_secret(own: bool, shown: int) -> None:
+    class Own(Asked):
+        async def prompt(self, task: Task) -> str:
+            return "What do you see?"
+
+    tape = play(Own if own else Asked, {"question": "A cat?", "image": Picture.of(square(0))})
+    assert len(visuals_of(tape[0])) == shown
 
 
 class Silent:
