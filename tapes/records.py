@@ -131,9 +131,9 @@ class Task(Value):
 
     @property
     def expected(self) -> JsonValue:
-        """The right answer, or None if it isn't known. In a private part that is an object, it is the field that is named
-        as an answer (see `answer_key`). Any other private part is the answer if the task has a public part; without one
-        it may be a seed."""
+        """The right answer, or None if it isn't known. In a private part that is an object, it is the field with an
+        answer's name (see `answer_key`). Any other private part is the answer if the task has a public part; without
+        one it may be a seed."""
         if isinstance(self.private, dict):
             return self.private.get(answer_key(self.private) or "")
         return None if self.public is None else self.private
