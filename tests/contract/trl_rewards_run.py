@@ -1,5 +1,5 @@
-"""Run by the Python of the TRL environment: `trl_rewards_run.py OUT`. What a reward function gets from TRL's
-trainer and from `TRLEnvironment`, for the same rows and the same answers of the model.
+"""Run by the Python of the TRL environment: `trl_rewards_run.py OUT`. What a reward function gets from TRL and from
+`TRLEnvironment`, for the same rows and the same answers of the model.
 
 OUT/seen.json has for each case the arguments of both, as {"trl": ..., "ours": ...}, the scores of each function and the
 weighted reward.
