@@ -16,10 +16,10 @@ changes after each update. kl is the update's mean k1 per token, and n is its nu
 
 from __future__ import annotations
 
-from typing import Any, Literal, assert_never
+from typing import Literal, assert_never
 
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationInfo
 from torch import Tensor
 
 from .term import Term
@@ -67,8 +67,8 @@ class Adaptive(Term):
         return beta * max(0.0, 1 + error * episodes / self.horizon)
 
 
-def moves(term: Any) -> Any:
-    """Validate a KL: an adaptive coefficient that begins at 0 would stay there."""
-    if term.adaptive is not None and not term.beta:
+def moves(adaptive: Adaptive | None, info: ValidationInfo) -> Adaptive | None:
+    """Validate the field `adaptive` of a KL: a coefficient that begins at 0 would stay there."""
+    if adaptive is not None and not info.data.get("beta", 1):
         raise ValueError("adaptive multiplies beta, and beta is 0: set the coefficient of the first update above 0")
-    return term
+    return adaptive

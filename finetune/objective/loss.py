@@ -326,5 +326,5 @@ def check_needs(recipe: Recipe, *, reference: bool, critic: bool, teacher: bool 
     if recipe.needs_value and not critic:
         raise BadBatch(
             f"recipe {recipe.name!r} needs a value per token, and the trainer has no critic: pass "
-            "critic=... to the trainer"
+            "critic=CriticTrainer(Critic.of(model)) to the trainer (tapereel.finetune)"
         )

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from ..data.stream import Stream
@@ -93,7 +93,7 @@ class KL(Regulariser):
             )
         return value
 
-    _moves = model_validator(mode="after")(moves)
+    _moves = field_validator("adaptive")(moves)
 
     @property
     def active(self) -> bool:

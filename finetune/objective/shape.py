@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from ..data import segments
@@ -115,7 +115,7 @@ class RewardKL(Shape):
     measure: ClassVar[str] = "kl/reward"
     """Beginning of the names of this KL's metrics."""
 
-    _moves = model_validator(mode="after")(moves)
+    _moves = field_validator("adaptive")(moves)
 
     @property
     def needs_reference(self) -> bool:
