@@ -34,10 +34,14 @@ if TYPE_CHECKING:
     from .recipes import RECIPES, get_recipe
     from .run.evaluation import Evaluation, evaluate
     from .run.warm_start import warm_start
+    from .trainer.critic import Critic, CriticTrainer
+    from .trainer.options import StepOptions, TrainerOptions
     from .trainer.trainer import Trainer, UpdateStats
 
 __all__ = [
     "RECIPES",
+    "Critic",
+    "CriticTrainer",
     "Episode",
     "Evaluation",
     "History",
@@ -47,8 +51,10 @@ __all__ = [
     "RLConfig",
     "Recipe",
     "Row",
+    "StepOptions",
     "Stream",
     "Trainer",
+    "TrainerOptions",
     "UpdateStats",
     "WarmStartConfig",
     "collate",
@@ -81,6 +87,8 @@ _HOME = {
     "warm_start": "run.warm_start",
     **dict.fromkeys(("Episode", "Stream"), "data.stream"),
     **dict.fromkeys(("Row", "rows"), "data.rows"),
+    **dict.fromkeys(("Critic", "CriticTrainer"), "trainer.critic"),
+    **dict.fromkeys(("StepOptions", "TrainerOptions"), "trainer.options"),
     **dict.fromkeys(("Trainer", "UpdateStats"), "trainer.trainer"),
 }
 """The module of this package that defines each public name."""

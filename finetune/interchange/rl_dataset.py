@@ -52,7 +52,8 @@ REMEDY = {
     "labels": "make the rows with prepare_rl_fields or to_dataset",
     "rewards": f"score the episodes within ±{REWARD_LIMIT:g}, or leave their rows out",
     "advantages": "compute it with populate_rl_data, over the whole dataset and with the same config",
-    "weights": "compute it with populate_rl_data, over the whole dataset and with the same config",
+    "weights": "compute it with populate_rl_data, over the whole dataset and with the same config, or, beside "
+    "advantages of your own, write 1.0 at each token that trains",
     "ref_logprobs": "fill it with fill_ref_logprobs(dataset, model, config), the reference model's log-probs, or set "
     "kl_coef and reward_minus_kl_coef to 0",
     "old_logprobs": "only log-probs of the engine that sampled, at the temperature that it sampled at, can be trained "
@@ -153,8 +154,15 @@ def update_rewards_and_advantages(dataset: Dataset, config: RLConfig) -> Dataset
     return _sealed(dataset, table, config.model_dump_json())
 
 
-populate_rl_data = update_rewards_and_advantages
-"""Another name for `update_rewards_and_advantages`."""
+def populate_rl_data(dataset: Dataset, *columns_and_config: object, config: RLConfig | None = None) -> Dataset:
+    """Call `update_rewards_and_advantages(dataset, config)`.
+
+    TapeAgents' call with (dataset, columns, collate_fn, config) works too. Neither of the additional arguments is used.
+    """
+    found = config or (columns_and_config[-1] if columns_and_config else None)
+    if not isinstance(found, RLConfig):
+        raise UsageError(f"populate_rl_data needs an RLConfig as its last argument, got {found!r:.80}")
+    return update_rewards_and_advantages(dataset, found)
 
 
 def fill_ref_logprobs(

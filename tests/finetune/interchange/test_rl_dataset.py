@@ -95,6 +95,10 @@ def test_the_dataset_pass_gives_group_advantages_and_keeps_rows_in_their_order()
         assert math.isnan(line["advantages"][0])
         assert line["advantages"][1:] == pytest.approx([want] * 2, rel=1e-6)
         assert line["advantages"][1] == pytest.approx(stated, abs=6e-5)
+    for same in (populate_rl_data(data, ["input_ids"], collate, config), populate_rl_data(data, config=config)):
+        assert repr(same[:]) == repr(got[:]), "as TapeAgents calls it, and by keyword"
+    with pytest.raises(UsageError, match=r"populate_rl_data.*\bNone\b"):
+        populate_rl_data(data, ["input_ids"], collate, None)
     order = [2, 0, 3, 1]
     permuted = populate_rl_data(data.select(order), config)
     assert [r["advantages"][1] for r in permuted] == [got[i]["advantages"][1] for i in order]
@@ -568,3 +572,16 @@ def test_a_reference_refuses_a_dataset_with_pictures() -> None:
     dataset = Dataset.from_dict({"input_ids": [[1, 2]], "images": [[None]]})
     with pytest.raises(UsageError, match="`images`"):
         fill_ref_logprobs(dataset, tiny_model(), RLConfig())
+
+
+def test_advantages_of_your_own_need_weights_and_the_error_says_which() -> None:
+    data = made([1.0, 0.0])
+    own = [
+        {**line, "advantages": [math.nan, 0.5, 0.5], "group_tokens": 2.0}
+        for line in data.remove_columns([name for name in ("advantages", "weights") if name in data.column_names])
+    ]
+    config, model = RLConfig(algo="reinforce"), tiny_model()
+    with pytest.raises(BadBatch, match=r"weights.*1\.0 at each token that trains"):
+        rl_step(model, collate(own), config)
+    loss, _ = rl_step(model, collate([{**line, "weights": [math.nan, 1.0, 1.0]} for line in own]), config)
+    assert bool(loss.isfinite())
