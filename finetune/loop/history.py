@@ -543,13 +543,11 @@ def other_rules(on: Mapping[str, object], trainer: PolicyTrainer, plan: Plan, ro
     """Name the rules that an update before them didn't follow, and that may change its result. `rounded` tells whether
     the sum of a tape's rewards differs."""
     critic, steps = trainer.critic, plan.epochs * plan.minibatches
-    schedules = {(trainer.options.schedule, steps)} | (
-        {(critic.options.schedule, steps * critic.passes)} if critic else set()
-    )
+    counted = trainer.options.critic_first or (trainer.options.schedule.varies and steps > 1)
     differs = {
         SUMS: lambda: any(map(rounded, plan.tapes)),
-        SCHEDULES: lambda: trainer.options.critic_first or any(one.varies and n > 1 for one, n in schedules),
-        VALUES: lambda: critic is not None and critic.scales_first,
+        SCHEDULES: lambda: counted or (critic and critic.options.schedule.varies and steps * critic.passes > 1),
+        VALUES: lambda: critic and critic.critic.normalised and critic.critic.fresh and critic.loss.clip is not None,
     }
     return ", ".join(f"a version with {rule} {RULES[rule]}" for rule in RULES if rule not in on and differs[rule]())
 

@@ -25,11 +25,9 @@ def adamw(parameters: Iterable[nn.Parameter] | Iterable[dict[str, object]], opti
 
 
 class LRScheduler:
-    """Takes an optimiser's steps at the learning rate of the present update.
+    """Takes an optimiser's steps, all of an update at the same learning rate.
 
-    All steps of an update have the same rate. An update counts from its first step on, so one whose steps are all
-    skipped doesn't use up the schedule.
-    """
+    An update counts from its first step on, so one that is skipped doesn't use up the schedule."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
         self.optimizer, self.options = optimizer, options

@@ -178,7 +178,6 @@ class CriticState(TypedDict):
     optimizer: dict[str, Any]
     steps: int
     updates: NotRequired[int]
-    """Number of updates with a step. Checkpoints of earlier versions lack it: their schedules counted steps."""
     skips: int
     moments: list[float]
 
@@ -234,11 +233,6 @@ class CriticTrainer:
                 out[micro.index] = self._value(micro)[0]
         return out
 
-    @property
-    def scales_first(self) -> bool:
-        """Whether the next update gives the values their first scale, and clips them."""
-        return self.critic.normalised and self.critic.fresh and self.loss.clip is not None
-
     def valued(self, rows: Sequence[Row], stream: Stream, *, ends: bool) -> Stream:
         """Begin an update: return `stream`, which was made from `rows`, with the critic's values in the column `value`.
 
@@ -287,8 +281,7 @@ class CriticTrainer:
             rows, order = _with_ends(rows, taught)
             pairs = ((old, stream.after[taught]), (target, target[follows]), (entered, entered[follows]))
             old, target, entered = (torch.cat(pair)[order] for pair in pairs)
-        # The clip bounds what the optimiser moves. Around the values before the first scale, it would hold nearly all
-        # tokens of the first update.
+        # The clip bounds what the optimiser moves, and not what the first scale has moved.
         old = old * self._moved[1] + self._moved[0]
         for k in range(self.passes):
             if not self._pass(rows, old, target, entered, sums if k == 0 else Sums()):

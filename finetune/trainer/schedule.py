@@ -1,7 +1,4 @@
-"""Learning-rate schedules, as pure functions of the number of updates already applied.
-
-All optimiser steps of one update have the same rate, whatever the numbers of epochs, mini-batches and passes.
-"""
+"""Learning-rate schedules, as pure functions of the number of updates already applied."""
 
 from __future__ import annotations
 

@@ -30,8 +30,7 @@ class TrainerState(TypedDict):
     optimizer: dict[str, Any]
     steps: int
     updates: NotRequired[int]
-    """Number of updates with a step of the optimiser. Checkpoints of earlier versions lack it: their schedules counted
-    steps."""
+    """Number of updates with a step. Checkpoints of earlier versions lack it, because schedules counted steps."""
     skips: dict[str, int]
     betas: list[float]
     moments: list[float]
