@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,9 +27,9 @@ from .tape_output import (
     RUNNING,
     call_section,
     head,
+    list_section,
     numbers,
     request_section,
-    status_text,
     step_section,
 )
 
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
     from ...tapes.store.store import Store
     from ...tapes.store.summary import Summary
-    from ...tapes.view.gist import Gist
 
 EXAMPLE = """
 tapereel show runs/demo
@@ -50,9 +48,6 @@ tapereel show runs/demo 019a3c --calls
 tapereel show runs/demo --taught runs/demo/checkpoints/update-000440
 tapereel show tape.json --json
 """
-
-SHORTEST = 8
-"""Minimum number of characters of a tape's id in the list."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -225,40 +220,7 @@ def _show_list(args: argparse.Namespace, store: Store) -> None:
         "mean_reward": mean,
         "tapes": [{**s._asdict(), "status": s.status or RUNNING, **gist.model_dump()} for s, gist in listed],
     }
-    answer(args, data, _list_section(listed, _length(store, [s.id for s, _ in listed])), line)
-
-
-def _length(store: Store, ids: Collection[str]) -> int:
-    """Return the number of characters, from the start of each id, that no other tape of the run begins with."""
-    length, longest = SHORTEST, max(map(len, ids), default=0)
-    while length < longest and any(len(store.index.ids(name[:length])) > 1 for name in ids):
-        length += 1
-    return length
-
-
-def _list_section(listed: Sequence[tuple[Summary, Gist]], length: int) -> Section:
-    rows = [
-        (
-            s.id[:length],
-            gist.question or s.task or s.task_hash[:SHORTEST],
-            gist.expected or "",
-            gist.given or "",
-            number(s.reward),
-            status_text(s.status, s.cause),
-            s.split,
-            str(s.actions),
-            str(s.sampled),
-            s.task,
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.begun)),
-            s.agent,
-            f"{s.group}/{s.attempt}" if s.group is not None else "",
-        )
-        for s, gist in listed
-    ]
-    headings = "tape question expected given #reward ended split #turns #tokens task began agent group"
-    text = ("question", "expected", "given", "ended", "split", "task", "began", "agent", "group")
-    by_importance = ("group", "agent", "began", "task", "tokens", "turns", "split")
-    return Section(tuple(headings.split()), rows, cut=text, optional=by_importance)
+    answer(args, data, list_section(store, listed), line)
 
 
 def _browse(args: argparse.Namespace, store: Store) -> None:

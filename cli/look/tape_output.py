@@ -1,9 +1,10 @@
-"""One tape as sections and lines, for the verb `show`."""
+"""One tape, or a list of tapes, as sections and lines for the verb `show`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from ...tapes.common.stats import number
@@ -19,11 +20,16 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from ...tapes.records import Message
+    from ...tapes.store.store import Store
+    from ...tapes.store.summary import Summary
+    from ...tapes.view.gist import Gist
 
 LONGEST, LINES = 2000, 30
 """Maximum number of characters and of lines that are printed from a part of a step without `--full`."""
 COMPACT, DEEPEST = 40, 8
 """JSON of at most `COMPACT` characters stays on one line, and also what is nested more than `DEEPEST` deep."""
+SHORTEST = 8
+"""Minimum number of characters of a tape's id in the list."""
 RUNNING = "running"  # the status of a tape without an end, as printed
 _STYLE = {"observation": "cyan", "thought": "dim italic", "action": "bold"}
 _STATUS_STYLE = {Status.FINISHED: "green", RUNNING: "blue", Status.TRUNCATED: "yellow", Status.LIMIT: "yellow"}
@@ -171,3 +177,38 @@ def _indented(value: JsonValue, depth: int) -> str:
 
 def _count(value: int | None) -> str:
     return "-" if value is None else str(value)
+
+
+def _length(store: Store, ids: Collection[str]) -> int:
+    """Return the number of characters, from the start of each id, that no other tape of the run begins with."""
+    length, longest = SHORTEST, max(map(len, ids), default=0)
+    while length < longest and any(len(store.index.ids(name[:length])) > 1 for name in ids):
+        length += 1
+    return length
+
+
+def list_section(store: Store, listed: Sequence[tuple[Summary, Gist]]) -> Section:
+    """Return the list of tapes, with ids that are as short as the run allows."""
+    length = _length(store, [s.id for s, _ in listed])
+    rows = [
+        (
+            s.id[:length],
+            gist.question or s.task or s.task_hash[:SHORTEST],
+            gist.expected or "",
+            gist.given or "",
+            number(s.reward),
+            status_text(s.status, s.cause),
+            s.split,
+            str(s.actions),
+            str(s.sampled),
+            s.task,
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.begun)),
+            s.agent,
+            f"{s.group}/{s.attempt}" if s.group is not None else "",
+        )
+        for s, gist in listed
+    ]
+    headings = "tape question expected given #reward ended split #turns #tokens task began agent group"
+    text = ("question", "expected", "given", "ended", "split", "task", "began", "agent", "group")
+    by_importance = ("group", "agent", "began", "task", "tokens", "turns", "split")
+    return Section(tuple(headings.split()), rows, cut=text, optional=by_importance)

@@ -358,6 +358,7 @@ def test_a_hanging_attempt_costs_its_group_the_rest_of_its_time_and_no_more(tmp_
     assert books.tokens["cancelled"] > 0
 
 
+@pytest.mark.ledger("T11")
 def test_groups_of_one_are_refused_where_attempts_are_compared(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"loop\.group_size is 1"):
         run(tmp_path / "run", settings_of(updates=1, group_size=1))
