@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..envs.load_named import listed_tasks
 from ..tapes.common.access_token import check_token
 from ..tapes.common.config import Setting, setting_key
 from ..tapes.errors import UsageError
@@ -26,7 +27,8 @@ def add_scene_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tasks",
         metavar="NAME",
-        help="module:name, a JSONL, JSON, Parquet or CSV file, or a Hugging Face dataset as org/name[@revision]",
+        help="module:name, a JSON list, a JSONL, JSON, Parquet or CSV file, or a Hugging Face dataset as "
+        "org/name[@revision]",
     )
     parser.add_argument(
         "--model",
@@ -68,7 +70,10 @@ def add_set_argument(parser: argparse.ArgumentParser, example: str) -> None:
 
 def scene_settings(args: argparse.Namespace, *more: str) -> list[Setting]:
     """Return the short options as settings, followed by the settings from `--set`, which override them."""
-    return [*option_settings(args, "agent", "env", "tasks", "seed", *more), *engine_settings(args), *args.sets]
+    tasks = option_settings(args, "tasks")
+    if args.tasks is not None and args.tasks.lstrip().startswith("["):
+        tasks = [("tasks", [*listed_tasks(args.tasks)], f"--tasks {args.tasks:.60}")]
+    return [*option_settings(args, "agent", "env", "seed", *more), *tasks, *engine_settings(args), *args.sets]
 
 
 def option_settings(args: argparse.Namespace, *names: str, **keys: str) -> list[Setting]:

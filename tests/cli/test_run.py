@@ -33,6 +33,15 @@ def places(run: Path) -> Counter[tuple[str | None, int]]:
     return Counter((tape.begin.group, tape.begin.attempt) for tape in tapes_of(run))
 
 
+def test_tasks_are_a_list_on_the_command_line_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", *SCENE, *SCRIPT, "--out", str(tmp_path / "r")]
+    words[words.index("--tasks") + 1] = '[1, {"a": 2.5}, "x"]'
+    answer_of(capsys, *words, code=1)
+    assert [tape.begin.task.private for tape in tapes_of(tmp_path / "r")][:3] == [1, {"a": 2.5}, "x"]
+    words[words.index("--tasks") + 1] = "[1, "
+    assert "not JSON" in refusal_of(capsys, *words)
+
+
 def test_every_task_is_attempted_and_the_summary_says_how_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     found = answer_of(capsys, "run", *SCENE, *SCRIPT, *TEN, "--attempts", "2", "--out", str(tmp_path / "r"))
     assert (found["tasks"], found["attempts"], found["episodes"], found["recorded"]) == (10, 2, 20, 20)
