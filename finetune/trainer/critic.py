@@ -33,6 +33,9 @@ from .options import StepOptions
 from .ranks import Ranks, Whole
 from .router import Load, load, probabilities, routed
 
+CLIPPED = "value/clipped"
+"""Name of the metric for the share of values that the clip bounds."""
+
 
 class Value(Term):
     """The critic's loss at one token. V is the token's value, v its value before the update, and R the target A + v.
@@ -52,7 +55,7 @@ class Value(Term):
         if self.clip is None:
             return error / 2
         bounded = (old + (value - old).clamp(-self.clip, self.clip) - target).square()
-        context.sums.add("value/clipped", (bounded > error).detach())
+        context.sums.add(CLIPPED, (bounded > error).detach())
         return torch.maximum(error, bounded) / 2
 
 
@@ -267,8 +270,8 @@ class CriticTrainer:
     def update(self, rows: Sequence[Row], stream: Stream, target: Tensor, entered: Tensor) -> Sums:
         """Train the critic towards `target` (T,) on the tokens that `entered` (T,) bool marks.
 
-        `stream` comes from `valued(rows, ...)`. Returns the metrics of the first pass, and whether any pass was
-        skipped.
+        `stream` comes from `valued(rows, ...)`. Returns the metrics of the first pass, the share of clipped
+        values over all passes, and whether any pass was skipped.
         """
         assert stream.value is not None, "a stream that `valued` made"
         sums, old = Sums(), stream.value
@@ -284,7 +287,11 @@ class CriticTrainer:
         # The clip bounds what the optimiser moves, and not what the first scale has moved.
         old = old * self._moved[1] + self._moved[0]
         for k in range(self.passes):
-            if not self._pass(rows, old, target, entered, sums if k == 0 else Sums()):
+            later = Sums()
+            done = self._pass(rows, old, target, entered, later if k else sums)
+            if CLIPPED in later:  # the values of the first pass are still the old ones
+                sums.put(CLIPPED, later.sums[CLIPPED], later.counts[CLIPPED])
+            if not done:
                 first = int(self.ranks.share == 0)
                 sums.put("value/skipped", first, first)
                 break

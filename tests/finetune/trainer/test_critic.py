@@ -161,6 +161,20 @@ def test_a_normalised_critic_learns_from_the_first_pass_of_its_first_update(rewa
         torch.testing.assert_close(a, b)
 
 
+def test_the_share_of_clipped_values_is_that_of_all_passes() -> None:
+    """The first pass moves values beyond a narrow clip, so most are clipped from the second one on."""
+    model = tiny_model()
+    rows, episodes = batch(model=model)
+    shares = []
+    for passes in (1, 2, 4):
+        critic = CriticTrainer(Critic.of(model), StepOptions(lr=1e-2), loss=Value(clip=1e-4), passes=passes)
+        trainer = Trainer(copy.deepcopy(model), get_recipe("ppo"), TrainerOptions(lr=0.0), critic=critic)
+        (stats,) = trainer.updates(rows, episodes)
+        shares.append(stats.sums.mean("value/clipped"))
+        assert stats.sums.counts["value/clipped"] == passes * stats.sums.counts["value/loss"]
+    assert shares[0] == 0.0 < shares[1] < shares[2]
+
+
 @pytest.mark.ledger("F70")
 def test_the_policy_stays_as_it_is_while_the_critic_warms_up():
     model = tiny_model()
