@@ -226,6 +226,15 @@ class TapeScorer(Protocol):
         ...
 
 
+class _BeforeReset:
+    """Stands in for `rng` until the rollout sets it."""
+
+    def __get__(self, env: object, cls: type) -> object:
+        raise AttributeError(
+            f"{cls.__name__} has no `rng` yet: it exists from `reset` on, so draw in `reset` instead of `__init__`"
+        )
+
+
 class Environment(Generic[ActionT, TaskT]):
     """Base class of environments. Define `reset` and `step` in a subclass: `class GuessNumber(Environment[Guess]): ...`
 
@@ -260,7 +269,7 @@ class Environment(Generic[ActionT, TaskT]):
     recorded on the tape. If a source fails, the episode ends as an error of the environment, so it is never trained on.
     """
 
-    rng: random.Random
+    rng: random.Random = cast(Any, _BeforeReset())
     """The episode's random generator. The rollout seeds it before `reset`, with the same seed for a whole group."""
 
     def check_task(self, task: Task) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+import tapereel as tr
 from tapereel.envs import (
     BadTasks,
     Calculator,
@@ -27,6 +28,7 @@ from tapereel.envs.checks.check_env import CHECKS
 from tapereel.envs.checks.env_probe import Probe
 from tapereel.envs.loop_watch import Stall
 from tapereel.tapes import Action, Observation, Tape
+from tapereel.tapes.errors import UsageError
 
 
 class Roll(Observation, kind="c_roll"):
@@ -53,6 +55,17 @@ class Dice(Environment[Press]):
         if self.left == 0:
             return Outcome(reward=self.sum / 15, terminated=True, metrics={"sum": self.sum})
         return Outcome(Roll(value=self.sum))
+
+
+def test_random_numbers_in_the_constructor_are_refused_with_the_place_for_them() -> None:
+    class Early(Dice):
+        def __init__(self) -> None:
+            self.sides = self.rng.randrange(6)
+
+    with pytest.raises(UsageError, match="Early has no `rng` yet: it exists from `reset` on"):
+        tr.run(tr.ChatAgent(), Early, [1], ["1"])
+    assert not hasattr(Dice(), "rng")
+    assert _check(Dice).ok
 
 
 def press(seen: Observation, rng: random.Random) -> Press:
