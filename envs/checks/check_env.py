@@ -8,6 +8,7 @@ return a `str`, which becomes an `Answer`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import random
@@ -237,8 +238,12 @@ def _check_leaks(probe: Probe, play: Play) -> None:
 def _held() -> dict[str, set[object]]:
     """Return the tasks in this event loop, and the threads and open files in this process."""
     gc.collect()
-    files = os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else []  # not every system lists them
-    return {"tasks": {*asyncio.all_tasks()}, "threads": {*threading.enumerate()}, "open files": {*files}}
+    files = set[object]()
+    for number in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else []:  # not every system lists them
+        with contextlib.suppress(OSError):  # the list itself was an open file
+            found = os.fstat(int(number))
+            files.add((number, found.st_dev, found.st_ino))  # a number that was closed is soon used again
+    return {"tasks": {*asyncio.all_tasks()}, "threads": {*threading.enumerate()}, "open files": files}
 
 
 def _difference(a: Play, b: Play, first: int = 1) -> str | None:

@@ -15,6 +15,7 @@ from .test_check import Dice, Roll, press
 
 END = threading.Event()
 LEFT: list[tuple[int, int]] = []
+OLDER: list[tuple[int, int]] = []
 
 
 class LeavesATask(Dice):
@@ -26,6 +27,15 @@ class LeavesATask(Dice):
 class LeavesAFile(Dice):
     async def reset(self, task: int) -> Roll:
         LEFT.append(os.pipe())
+        return await super().reset(task)
+
+
+class TakesNumbers(LeavesAFile):
+    """Its files get the numbers of older ones, which it closes first."""
+
+    async def reset(self, task: int) -> Roll:
+        for end in OLDER.pop():
+            os.close(end)
         return await super().reset(task)
 
 
@@ -74,6 +84,13 @@ def test_what_is_left_behind_is_named_and_counted(env: type[Dice], left: str) ->
     assert (finding.check, report.ok, report.checks["leaks"]) == ("leaks", False, "failed")
     assert left in finding.sentence
     assert "`close`" in finding.sentence
+
+
+def test_a_file_with_the_number_of_an_older_one_counts() -> None:
+    OLDER.extend(os.pipe() for _ in range(60))
+    (finding,) = check_env(TakesNumbers, [1, 2, 3], press, stall=60.0).findings
+    LEFT.extend(OLDER)
+    assert "8 open files" in finding.sentence
 
 
 def test_who_ends_all_that_it_began_leaks_nothing() -> None:
