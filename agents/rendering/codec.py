@@ -13,10 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar, cast
 
-from ...tapes.common.text import logger, warn_once
 from ...tapes.errors import TapereelError
-
-log = logger("rendering")
 
 MarkedT = TypeVar("MarkedT")
 
@@ -80,9 +77,6 @@ class Codec:
         unknown = str(tokenizer.special_tokens_map.get("unk_token"))
         self._ids = frozenset(id for token, id in self.control.items() if token != unknown)
         """Ids that plain text must never encode to. The unknown token is left out, because text can encode to it."""
-        self._unknown = self._backend.token_to_id(unknown)
-        self._lost = set[str]()
-        """Characters without a token that have been reported."""
         ids = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self.byte_ids = frozenset(id for id in ids if id is not None)
         """Ids of single bytes (`<0x00>` to `<0xFF>`), if the tokenizer has any. Successive byte ids are decoded
@@ -160,15 +154,6 @@ class Codec:
                 f"{text[-200:]!r}; it normalises text before it looks for added tokens; make them "
                 "AddedToken(normalized=False)"
             )
-        if self._unknown in ids:
-            content = {*plain("".join(self._pattern.sub("", piece) for piece in pieces))}
-            lost = sorted(char for char in content - self._lost if self._unknown in self._raw(char))
-            self._lost |= {*lost}
-            if lost:
-                shown = ", ".join(map(repr, lost[:5])) + ", ..." * (len(lost) > 5)
-                warn_once(
-                    log, f"the model reads {shown} as {self.token(self._unknown)}: its tokenizer has no such token"
-                )
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -570,13 +570,3 @@ def test_threads_can_share_a_renderer(renderer: Renderer) -> None:
         thread.join()
     assert len(found) == 800
     assert all(found)
-
-
-def test_characters_that_a_tokenizer_does_not_know_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    renderer = Renderer(char_tokenizer("ab 1"))
-    renderer.prompt([{"role": "user", "content": "ab 1"}])
-    assert not caplog.records
-    renderer.prompt([{"role": "user", "content": "ab c1é"}])
-    (said,) = caplog.messages
-    assert all(part in said for part in ("'c'", "'é'", "<|unk|>"))
-    assert "'1'" not in said
