@@ -26,6 +26,7 @@ from .episode.limits import LimitReached, Limits
 from .episode.llm import LLM, ModelFailed, RenderFailed
 from .episode.reply import Reply
 from .episode.rollout import rollout
+from .episode.spec import EpisodeSpec
 from .rendering.tool_calls import CallsRead, read_tool_calls
 from .replay.replay_engine import Diverged, ReplayEngine
 from .runs.group import rollout_group
@@ -58,6 +59,7 @@ __all__ = [
     "Diverged",
     "Engine",
     "EngineError",
+    "EpisodeSpec",
     "FunctionAgent",
     "LimitReached",
     "Limits",

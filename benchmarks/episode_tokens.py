@@ -31,7 +31,7 @@ import numpy as np
 from peers.update_case import LR, Case, measure
 from side_by_side import in_turn, ratio, same_loss
 
-from tapereel.agents import ChatAgent, Limits, ScriptedEngine, rollout
+from tapereel.agents import ChatAgent, EpisodeSpec, Limits, ScriptedEngine, rollout
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.envs import Environment, Outcome
@@ -73,7 +73,12 @@ def recorded(episodes: int, turns: int, vocabulary: int) -> list[Row]:
         engine = ScriptedEngine(lambda request: "c" * TEXT, renderer=renderer)
         return await asyncio.gather(
             *(
-                rollout(agent, lambda: Talk(turns), k, engine=engine, group="g", attempt=k, limits=Limits(turns=None))
+                rollout(
+                    agent,
+                    lambda: Talk(turns),
+                    EpisodeSpec.of(k, group="g", attempt=k, limits=Limits(turns=None)),
+                    engine=engine,
+                )
                 for k in range(episodes)
             )
         )

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tapereel.agents import Completion, Request, agent, rollout
+from tapereel.agents import Completion, EpisodeSpec, Request, agent, rollout
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.envs import Environment, Outcome
@@ -155,12 +155,14 @@ def groups_of(engine: BatchedEngine, groups: int, size: int, seed: int) -> list[
                 rollout(
                     player,
                     FindDigit,
-                    secrets[g],
+                    EpisodeSpec.of(
+                        secrets[g],
+                        seed=rng.getrandbits(32),
+                        group=f"{seed}/{g}",
+                        attempt=k,
+                        sampling=Sampling(max_tokens=1),
+                    ),
                     engine=engine,
-                    seed=rng.getrandbits(32),
-                    group=f"{seed}/{g}",
-                    attempt=k,
-                    sampling=Sampling(max_tokens=1),
                 )
                 for g in range(groups)
                 for k in range(size)

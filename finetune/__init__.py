@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .loop.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
     from .objective.recipe import Recipe
     from .recipes import RECIPES, get_recipe
-    from .run.evaluation import Evaluation, evaluate
+    from .run.evaluation import Evaluation
     from .run.warm_start import warm_start
     from .trainer.critic import Critic, CriticTrainer
     from .trainer.options import StepOptions, TrainerOptions
@@ -59,7 +59,6 @@ __all__ = [
     "WarmStartConfig",
     "collate",
     "episode_of",
-    "evaluate",
     "fill_ref_logprobs",
     "get_recipe",
     "populate_rl_data",
@@ -80,7 +79,7 @@ _HOME = {
     ),
     "episode_of": "data.provenance",
     **dict.fromkeys(("LoopConfig", "OptimiserConfig", "WarmStartConfig"), "loop.loop_config"),
-    **dict.fromkeys(("Evaluation", "evaluate"), "run.evaluation"),
+    "Evaluation": "run.evaluation",
     "History": "loop.history",
     "Loop": "loop.loop",
     **dict.fromkeys(("RECIPES", "Recipe", "get_recipe"), "recipes"),

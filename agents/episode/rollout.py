@@ -16,7 +16,7 @@ import platform
 import random
 import time
 import traceback
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any
 
 from pydantic import JsonValue
@@ -37,13 +37,12 @@ from ...envs.environment import (
 from ...envs.loop_watch import is_user_code
 from ...envs.rewards import RewardFailed
 from ...envs.supervised import Stopped, Supervised, TimedOut
-from ...envs.taskset import as_task
 from ...tapes import Action, Cause, CauseType, Observation, Sampling, Status, Step, StoreFailed, Tape, ToolCalls
 from ...tapes.common.arguments import check_arguments
 from ...tapes.common.redact import without_secrets
 from ...tapes.common.shared_loop import settle
 from ...tapes.common.text import logger, storable
-from ...tapes.errors import error_message
+from ...tapes.errors import TapereelError, error_message
 from ...tapes.journal import Journal
 from ...tapes.messages import CONVERSATION, ENV
 from ...tapes.records import Begin, End, Identity, Parent, Reward
@@ -56,7 +55,7 @@ from .limits import LimitReached, Limits
 from .llm import LLM, AgentFault, ModelFailed, RenderFailed
 from .process_settings import rare_collections
 from .recorder import Recorder, keep_pictures
-from .seeds import derive_seed
+from .spec import EpisodeSpec
 
 log = logger("rollout")
 
@@ -73,60 +72,74 @@ async def rollout(
     task: object,
     *,
     engine: Engine | None = None,
-    seed: int = 0,
-    env_seed: int | None = None,
-    group: str | None = None,
-    attempt: int = 0,
-    split: str = "train",
-    limits: Limits | None = None,
+    seed: int | None = None,
     sampling: Sampling | None = None,
+    limits: Limits | None = None,
     journal: Journal | None = None,
-    fork: Tape | None = None,
-    unverified: str | None = None,
-    tape_id: str | None = None,
-    retries: int = 2,
 ) -> Tape:
     """Run one episode of `agent` in `env` on `task`, and return its closed tape.
 
-    `env` is an instance that no other episode uses, or a factory. If `task` isn't a Task, it becomes the private part
-    of a new Task. `reset` gets this part, and the agent never sees it. `seed` is for sampling. `env_seed` is for the
-    environment. By default it is derived from `seed`.
-    `fork` is a prefix made by `tape.at_turn(k)`. The environment is restored to the state after this prefix, and the
-    episode continues from there. If the environment doesn't reach the recorded state, the episode ends with an error by
-    default. If `unverified` gives a reason to continue, the reason is recorded and the episode continues.
+    `env` is an instance that no other episode uses, or a factory. `task` is an `EpisodeSpec`, a Task, or any other
+    value, which becomes the private part of a new Task. `reset` gets this part, and the agent never sees it. `seed`,
+    `sampling` and `limits` replace the values in the spec.
     If there is a `journal`, each record is written to it as soon as it is made. If the environment isn't `pure`, the
     record of an action is durable before the action is carried out. If the engine is waiting for its servers, the
     episode begins after that wait.
-    Raises NotAnEnvironment before the episode begins. During the episode, raises StoreFailed, EngineStopped,
-    CancelledError and KeyboardInterrupt. Every other error ends the episode and is recorded on the tape.
+    Raises NotAnEnvironment and VersionMismatch before the episode begins. During the episode, raises StoreFailed,
+    EngineStopped, CancelledError and KeyboardInterrupt. Every other error ends the episode and is recorded on the tape.
     """
     absence = absence_of(engine)
     if absence is not None:
         await absence.over()
+    given = {"seed": seed, "sampling": sampling, "limits": limits}
+    spec = EpisodeSpec.of(task, **{name: value for name, value in given.items() if value is not None})
+    versions = _versions(engine)
+    _check_versions(spec.versions, versions)
     factory, env = env, env if isinstance(env, Environment) else _new_environment(env)
-    task, limits = as_task(task, 0).fresh(), limits or Limits()
-    begin = Begin(
-        tape=tape_id or new_tape_id(),
-        task=task,
-        task_hash=task.hash,
-        agent=agent.identity(),
-        env=_identity(env, factory),
-        env_seed=derive_seed(seed, "env") if env_seed is None else env_seed,
-        seed=seed,
-        group=group,
-        attempt=attempt,
-        split=split,
-        parent=None if fork is None else parent_of(fork, unverified),
-        versions=_versions(engine),
-        sampling=sampling or Sampling(),
-        limits=_recorded_limits(limits, engine),
-        at=time.time(),
-    )
-    if task.pictures:
-        await asyncio.to_thread(keep_pictures, task, journal)  # the recorder would block the event loop on the disk
-    episode = Episode(agent, env, Recorder(begin, journal, fork), engine=engine, limits=limits, retries=retries)
+    recorded = _recorded_limits(spec.limits, engine)
+    begin = _begin(spec, agent.identity(), _identity(env, factory), recorded, versions)
+    if begin.task.pictures:
+        await asyncio.to_thread(keep_pictures, begin.task, journal)  # the recorder would block the event loop
+    recorder = Recorder(begin, journal, spec.fork)
+    episode = Episode(agent, env, recorder, engine=engine, limits=spec.limits, retries=spec.retries)
     with rare_collections.changed():
         return await episode.run()
+
+
+def _begin(
+    spec: EpisodeSpec, agent: Identity, env: Identity, limits: dict[str, JsonValue], versions: dict[str, str]
+) -> Begin:
+    task = spec.task.fresh()
+    return Begin(
+        tape=spec.tape_id or new_tape_id(),
+        task=task,
+        task_hash=task.hash,
+        agent=agent,
+        env=env,
+        env_seed=spec.environment_seed,
+        seed=spec.seed,
+        group=spec.group,
+        attempt=spec.attempt,
+        split=spec.split,
+        parent=None if spec.fork is None else parent_of(spec.fork, spec.unverified),
+        versions=versions,
+        sampling=spec.sampling,
+        limits=limits,
+        at=time.time(),
+    )
+
+
+class VersionMismatch(TapereelError, ValueError):
+    """An episode's spec names a version, and this process has another one. The episode didn't begin."""
+
+
+def _check_versions(wanted: Mapping[str, str], have: Mapping[str, str]) -> None:
+    for name, version in wanted.items():
+        if have.get(name) != version:
+            raise VersionMismatch(
+                f"the spec's versions name {name} {version!r}, and this process has {have.get(name, 'none')!r}: "
+                "run the episode where that version is installed, or remove it from the spec"
+            )
 
 
 def parent_of(fork: Tape, unverified: str | None = None) -> Parent:

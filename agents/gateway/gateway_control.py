@@ -39,6 +39,7 @@ from ..episode.agent import Agent
 from ..episode.limits import LimitReached, Limits
 from ..episode.llm import LLM
 from ..episode.rollout import rollout
+from ..episode.spec import EpisodeSpec
 from ..setup.engine_config import make_engine, warn_of_faults
 from ..setup.team_config import EpisodesConfig
 from .dialect import Refused, invalid
@@ -281,22 +282,19 @@ class Control(Gateway):
         loop = asyncio.get_running_loop()
         new = _Open(new_tape_id(), loop.create_future(), loop.create_future())
         budget = asked.budget.model_dump(exclude_none=True, exclude={"idle"})
-        new.task = loop.create_task(
-            rollout(
-                Client(asked.agent, new, self, self._make_session, idle=asked.budget.idle or self._idle),
-                Elsewhere(new),
-                _task(asked.task),
-                engine=self._engine,
-                seed=asked.seed,
-                group=asked.group,
-                attempt=asked.attempt,
-                split=asked.split or self._split,
-                limits=self._limits.model_copy(update=budget),
-                sampling=self._sampling,
-                journal=self._journal,
-                tape_id=new.id,
-            )
+        client = Client(asked.agent, new, self, self._make_session, idle=asked.budget.idle or self._idle)
+        spec = EpisodeSpec(
+            task=_task(asked.task),
+            split=asked.split or self._split,
+            seed=asked.seed,
+            group=asked.group,
+            attempt=asked.attempt,
+            limits=self._limits.model_copy(update=budget),
+            sampling=self._sampling,
+            tape_id=new.id,
         )
+        play = rollout(client, Elsewhere(new), spec, engine=self._engine, journal=self._journal)
+        new.task = loop.create_task(play)
         # No `await` comes between the check of `most` and this line, so concurrent requests can't exceed the maximum.
         self._open[new.id] = new
         new.task.add_done_callback(lambda task: self._over(new, task))

@@ -34,6 +34,7 @@ from ..episode.agent import Agent
 from ..episode.limits import Limits
 from ..episode.rollout import Caller, rollout
 from ..episode.seeds import derive_seed
+from ..episode.spec import EpisodeSpec
 from ..runs.group import Group, fill
 from ..setup.recorded_setup import recorded_agent, with_trainer_settings
 from ..setup.setup import EnvSource, SeedConfig, load_env
@@ -50,72 +51,72 @@ class PrefixUnverified(TapereelError, ValueError):
         """True if the environment differs from the record, and False if it can't be compared."""
 
 
+def continuation(tape: Tape, turn: int) -> EpisodeSpec:
+    """Return the spec of an episode that continues `tape` after its first `turn` turns, with the recorded settings.
+
+    With the same agent and model, this episode repeats the recorded one. So every difference comes from a setting that
+    the caller changes in the spec. Another `env_seed` works only if the environment reaches the same state with it.
+    Raises ValueError if the tape lacks the turn.
+    """
+    begin = tape.begin
+    return EpisodeSpec(
+        task=begin.task,
+        split=BRANCH,
+        seed=begin.seed,
+        env_seed=begin.env_seed,
+        sampling=begin.sampling or Sampling(),
+        limits=recorded_limits(tape),
+        fork=cut(tape, turn),
+    )
+
+
 async def branch(
-    tape: Tape,
-    turn: int,
     agent: Agent,
     env: EnvironmentFactory,
+    spec: EpisodeSpec,
     *,
     engine: Engine | None = None,
     n: int = 1,
-    seed: int | None = None,
-    env_seed: int | None = None,
-    sampling: Sampling | None = None,
-    limits: Limits | None = None,
-    split: str = BRANCH,
     journal: Journal | None = None,
-    concurrency: int = 16,
     unverified: bool = False,
 ) -> list[Tape]:
-    """Continue `tape` `n` times after its first `turn` turns. Return the closed tapes, which form one group.
+    """Run `n` continuations of a recorded episode (see `continuation`). Return the closed tapes, which form one group.
 
-    Settings and seeds that aren't passed have their recorded values. With the same agent and model, the first
-    continuation therefore repeats the recorded episode, and every difference comes from a changed setting. `seed` is
-    the seed of the first continuation, and the seeds of the others are derived from it. Another `env_seed` works only
-    if the environment reaches the same state with it. If an attempt's episode can't be trained on, it is retried once,
-    and both tapes are returned.
+    `spec.seed` is the seed of the first continuation, and the seeds of the others are derived from it. If an attempt's
+    episode can't be trained on, it is retried once, and both tapes are returned.
     Raises PrefixUnverified, and rolls nothing out, if the environment doesn't reach the recorded state or acts
-    irreversibly. With `unverified`, the continuations are rolled out anyway. Raises ValueError if the tape lacks
-    the turn.
+    irreversibly. With `unverified`, the continuations are rolled out anyway.
     """
-    if n < 1 or concurrency < 1:
-        raise ValueError(f"n is {n} and concurrency {concurrency}; both must be 1 or more")
-    begin = tape.begin
-    limits = limits or recorded_limits(tape)
-    env_seed = begin.env_seed if env_seed is None else env_seed
-    doubt = await doubt_of(tape, turn, env, env_seed=env_seed, limits=limits)
+    if n < 1:
+        raise ValueError(f"n is {n}; it must be 1 or more")
+    doubt = await doubt_of(spec, env)
     if doubt is not None and not unverified:
         raise doubt
-    play = partial(
-        rollout,
-        agent,
-        env,
-        begin.task,
-        engine=engine,
-        env_seed=env_seed,
-        sampling=sampling or begin.sampling,
-        limits=limits,
-        split=split,
-        journal=journal,
-        unverified=doubt.reason if doubt is not None else None,
-    )
-    return await _continue(cut(tape, turn), play, n, begin.seed if seed is None else seed, concurrency)
+    spec = spec.model_copy(update={"unverified": doubt.reason if doubt is not None else None})
+    return await _continue(spec, partial(rollout, agent, env, engine=engine, journal=journal), n)
 
 
 async def _continue(
-    prefix: Tape, play: Callable[..., Awaitable[Tape]], n: int, seed: int, concurrency: int
+    spec: EpisodeSpec, play: Callable[[EpisodeSpec], Awaitable[Tape]], n: int, concurrency: int | None = None
 ) -> list[Tape]:
-    """Play `n` continuations of `prefix` as one group. `play` is `rollout` with the arguments that all continuations
-    share."""
-    group = Group(0, prefix.begin.task, n)
+    """Play `n` continuations as one group. `play` is `rollout` without the spec."""
+    prefix = _prefix(spec)
+    group = Group(0, spec.task, n)
     name = f"branch/{prefix.id}/{prefix.turns}/{uuid.uuid4().hex[:8]}"
 
     async def one(attempt: int, again: int) -> Tape:
-        own = seed if attempt == again == 0 else derive_seed(seed, "branch", prefix.turns, attempt, again)
-        return await play(fork=prefix, group=name, attempt=attempt, seed=own)
+        first = attempt == again == 0
+        seed = spec.seed if first else derive_seed(spec.seed, "branch", prefix.turns, attempt, again)
+        return await play(spec.model_copy(update={"group": name, "attempt": attempt, "seed": seed}))
 
     await fill(group, one, concurrency=concurrency)
-    return [made for _, tapes in sorted(group.tapes.items()) for made in tapes]
+    return [tape for _, tapes in sorted(group.tapes.items()) for tape in tapes]
+
+
+def _prefix(spec: EpisodeSpec) -> Tape:
+    if spec.fork is None:
+        raise ValueError("the spec continues no episode: make it with `continuation(tape, turn)`, or set its `fork`")
+    return spec.fork
 
 
 def cut(tape: Tape, turn: int) -> Tape:
@@ -136,19 +137,13 @@ def recorded_limits(tape: Tape) -> Limits:
     return Limits() if recorded is None else Limits.recorded(recorded)
 
 
-async def doubt_of(
-    tape: Tape,
-    turn: int,
-    make: EnvironmentFactory,
-    *,
-    env_seed: int | None = None,
-    limits: Limits | None = None,
-) -> PrefixUnverified | None:
-    """Return why the first `turn` turns can't be verified, or None if a fresh environment reached the recorded state.
+async def doubt_of(spec: EpisodeSpec, make: EnvironmentFactory) -> PrefixUnverified | None:
+    """Return why the turns that `spec` continues can't be verified, or None if a fresh environment reached the recorded
+    state.
 
     Raises PrefixUnverified if the environment can't be restored at all, so that no continuation is possible.
     """
-    begin, prefix = tape.begin, cut(tape, turn)
+    prefix = _prefix(spec)
     unknown = next((step for step in prefix if isinstance(step, Unknown)), None)
     if unknown is not None:
         raise PrefixUnverified(
@@ -156,16 +151,16 @@ async def doubt_of(
             diverged=False,
         )
     env = new_environment(make)
-    if "irreversible" in (env.effect, begin.env.effect):
+    if "irreversible" in (env.effect, prefix.begin.env.effect):
         await env.close()
         return PrefixUnverified(
             f"{type(env).__name__} is irreversible: restoring it would repeat the effects of the recorded actions",
             diverged=False,
         )
-    env.rng = random.Random(begin.env_seed if env_seed is None else env_seed)
-    call = Caller(env, (limits or recorded_limits(tape)).environment_seconds)
+    env.rng = random.Random(spec.environment_seed)
+    call = Caller(env, spec.limits.environment_seconds)
     try:
-        await call("restore", begin.task.given, prefix)
+        await call("restore", spec.task.given, prefix)
     except RestoreMismatch as error:
         return PrefixUnverified(str(error), diverged=True)
     except Exception as error:
@@ -252,52 +247,40 @@ def branch_run(
     rewards = load_rewards(settings.get("rewards") or ())
     factory = factory if rewards is None else rewarded(factory, rewards)
     try:
-        cut(recorded, turn)
+        spec = continuation(recorded, turn)
     except ValueError as error:
         raise UsageError(f"turn {turn}: {error}") from error
     acting = recorded_agent(run, agent, begin.agent)
     config = _config(str(run), settings, recorded, model, sets)
     own = {name for name in config.players if not _is_set(name, sets)} | ({""} if _keeps_engine(model, sets) else set())
-    tapes = run_async(_branch(run, recorded, turn, acting, factory, config, own, unverified))
+    names = ("split", "seed", "env_seed", "sampling", "limits")
+    spec = spec.model_copy(update={name: getattr(config, name) for name in names})
+    sampled = {name: _versions_of(recorded, name, config) for name in own}
+    tapes = run_async(_branch(run, spec, acting, factory, config, sampled, unverified))
     return Branched(recorded, turn, tapes)
 
 
 async def _branch(
     run: str | Path,
-    tape: Tape,
-    turn: int,
+    spec: EpisodeSpec,
     agent: Agent,
     env: EnvironmentFactory,
     config: BranchConfig,
-    own: set[str],
+    sampled: Mapping[str, set[str]],
     unverified: bool,
 ) -> list[Tape]:
-    """Return the continuations. The store is opened for writing only after every check has passed.
-
-    `own` names the players that take their model from the run's configuration (see `_check_weights`).
-    """
+    """Return the continuations. The store is opened for writing only after every check has passed."""
     engine, publishes = await make_team(config.engine, config.players)
     try:
-        _check_weights(tape, config, own, publishes)
-        doubt = await doubt_of(tape, turn, env, env_seed=config.env_seed, limits=config.limits)
+        _check_weights(sampled, publishes)
+        doubt = await doubt_of(spec, env)
         if doubt is not None and not unverified:
             raise doubt
+        spec = spec.model_copy(update={"unverified": doubt.reason if doubt is not None else None})
         with Store.open(run, write=True) as store:
             store.record_weights(*publishes.values())
-            play = partial(
-                rollout,
-                agent,
-                env,
-                tape.begin.task,
-                engine=engine,
-                env_seed=config.env_seed,
-                sampling=config.sampling,
-                limits=config.limits,
-                split=config.split,
-                journal=store.writer,
-                unverified=doubt.reason if doubt is not None else None,
-            )
-            return await _continue(cut(tape, turn), play, config.attempts, config.seed, config.concurrency)
+            play = partial(rollout, agent, env, engine=engine, journal=store.writer)
+            return await _continue(spec, play, config.attempts, config.concurrency)
     finally:
         await engine.close()
 
@@ -368,26 +351,25 @@ def _speaking(players: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_weights(tape: Tape, config: BranchConfig, own: set[str], publishes: Mapping[str, Publish]) -> None:
+def _versions_of(tape: Tape, player: str, config: BranchConfig) -> set[str]:
+    """The versions of the weights that sampled the player's calls. The run's engine is the player ""."""
+    calls = (call for call in tape.calls if speaker_of(call.by, config.players) == player)
+    return {version for call in calls for version, _, _ in call.spans}
+
+
+def _check_weights(sampled: Mapping[str, set[str]], publishes: Mapping[str, Publish]) -> None:
     """Raise UsageError if the run's configuration names weights that didn't sample the tape.
 
     The configuration names the weights that training began with, but a checkpoint sampled the tapes of later updates. A
-    branch of one of these tapes with the first weights would silently compare two policies. `own` contains the players
-    that take their model from the run's configuration. In `own`, "" stands for the run's engine.
+    branch of one of these tapes with the first weights would silently compare two policies. `sampled` has the versions
+    that sampled the tape, for each player that takes its model from the run's configuration.
     """
     for name, publish in publishes.items():
-        if name not in own:
-            continue
-        versions = {
-            version
-            for call in tape.calls
-            if speaker_of(call.by, config.players) == name
-            for version, _, _ in call.spans
-        }
+        versions = sampled.get(name)
         if versions and publish.version not in versions:
             key = f"players.{name}.engine.model" if name else "model"
             raise UsageError(
-                f"tape {tape.id} was sampled from version {', '.join(sorted(versions))}, and the run's "
+                f"the tape was sampled from version {', '.join(sorted(versions))}, and the run's "
                 f"configuration names other weights ({publish.version}): say which ones are meant, as in "
                 f"`{key}=RUN/checkpoints/{name and name + '/'}update-000080/hf`"
             )

@@ -20,14 +20,14 @@ from typing import TypeVar
 
 from ...envs.environment import EnvironmentFactory, check_factory
 from ...envs.rewards.relative import comparable, compared
-from ...tapes import Sampling, Status, Tape, Task
+from ...tapes import Status, Tape
 from ...tapes.errors import StrayCancellation
 from ...tapes.journal import Journal
 from ..engines.engine import Engine, absence_of
 from ..episode.agent import Agent
-from ..episode.limits import Limits
 from ..episode.rollout import rollout
 from ..episode.seeds import derive_seed
+from ..episode.spec import EpisodeSpec
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -229,48 +229,34 @@ async def rollout_group(
     *,
     n: int,
     engine: Engine,
-    seed: int = 0,
-    group: str | None = None,
-    split: str = "train",
-    limits: Limits | None = None,
-    sampling: Sampling | None = None,
     journal: Journal | None = None,
     deadline: float | None = None,
-    concurrency: int | None = None,
 ) -> list[Tape]:
     """Sample `n` attempts at one task concurrently. They share the task, the group id and the environment's seed.
 
+    `task` is the task, or an `EpisodeSpec` with further settings that the attempts share. Its `seed` is the seed of the
+    group, from which each attempt's seed is derived. Without a `group`, the group gets a new id.
     If an episode can't be trained on, the attempt is retried once with a new seed. Causes are a time limit or an error
     of the environment, the model or Tapereel. At `deadline` (seconds from now) the group closes with its episodes so
-    far, and episodes in flight are cancelled. `concurrency` limits the episodes in flight. Returns every closed tape,
-    including failed ones. Read `tape.trains` to find the usable ones.
+    far, and episodes in flight are cancelled. Returns every closed tape, including failed ones. Read `tape.trains` to
+    find the usable ones.
     """
     if n < 1:
         raise ValueError(f"n is {n}: a group needs at least one attempt")
     check_factory(env)
-    name = group or uuid.uuid4().hex
-    made = Group(0, Task.of(task), n)
-    env_seed = derive_seed(seed, name, "env")
+    shared = EpisodeSpec.of(task)
+    name = shared.group or uuid.uuid4().hex
+    env_seed = derive_seed(shared.seed, name, "env") if shared.env_seed is None else shared.env_seed
+    group = Group(0, shared.task, n)
 
     async def one(attempt: int, retry: int) -> Tape:
-        return await rollout(
-            agent,
-            env,
-            made.task,
-            engine=engine,
-            seed=derive_seed(seed, name, attempt, retry),
-            env_seed=env_seed,
-            group=name,
-            attempt=attempt,
-            split=split,
-            limits=limits,
-            sampling=sampling,
-            journal=journal,
-        )
+        seed = derive_seed(shared.seed, name, attempt, retry)
+        own = {"group": name, "attempt": attempt, "seed": seed, "env_seed": env_seed}
+        return await rollout(agent, env, shared.model_copy(update=own), engine=engine, journal=journal)
 
     until = None if deadline is None else asyncio.get_running_loop().time() + deadline
-    await fill(made, one, until=until, concurrency=concurrency, engine=engine)
-    every = [tape for _, tapes in sorted(made.tapes.items()) for tape in tapes]
+    await fill(group, one, until=until, engine=engine)
+    every = [tape for _, tapes in sorted(group.tapes.items()) for tape in tapes]
     append = None if journal is None else lambda record: journal.append(record.body())
-    rewarded = {tape.id: tape for tape in await compared(getattr(env, "rewards", None), made.usable, append)}
+    rewarded = {tape.id: tape for tape in await compared(getattr(env, "rewards", None), group.usable, append)}
     return [rewarded.get(tape.id, tape) for tape in every]

@@ -36,6 +36,7 @@ from ..engines.engine import Engine, EngineStopped
 from ..engines.team_engine import check_seats
 from ..episode.rollout import rollout
 from ..episode.seeds import derive_seed
+from ..episode.spec import EpisodeSpec
 from ..setup.engine_config import check_models, warn_of_faults
 from ..setup.profiles import fitted
 from ..setup.setup import AgentSource, EnvSource, LoadedSetup, Setup, TasksSource
@@ -238,20 +239,17 @@ class _Attempts:
         async def episode() -> Tape:
             # The number of earlier episodes is part of the seed, so that a resumed run has the same seeds as an
             # uninterrupted run.
-            tape = await rollout(
-                self.setup.agent,
-                self.setup.env,
-                task,
-                engine=engine,
-                group=group,
-                attempt=attempt,
+            spec = EpisodeSpec(
+                task=task,
                 split=config.split,
                 seed=derive_seed(config.seed, group, attempt, len(usable)),
                 env_seed=derive_seed(config.seed, group, "env"),
+                group=group,
+                attempt=attempt,
                 limits=config.limits,
                 sampling=config.sampling,
-                journal=self.journal,
             )
+            tape = await rollout(self.setup.agent, self.setup.env, spec, engine=engine, journal=self.journal)
             tapes.append(tape)
             if tape.trains and tape.status is not Status.ERROR:
                 self.spoke.update(call.by for call in tape.calls)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 
-from ...agents import Agent, rollout
+from ...agents import Agent, EpisodeSpec, rollout
 from ...agents.engines.engine import Engine
 from ...agents.episode.seeds import derive_seed
 from ...agents.runs.group import Closing, Group, fill
@@ -308,21 +308,18 @@ class Rollouts:
         return bool(prefixes)
 
     async def _attempt(self, group: Group, k: int, again: int) -> Tape:
-        tape = await rollout(
-            self.agent,
-            self.env,
-            Task.of(group.task),
-            engine=self.engine,
+        spec = EpisodeSpec(
+            task=Task.of(group.task),
+            split="train",
             seed=derive_seed(self.seed, PHASE, group.number, k, again),
             env_seed=derive_seed(self.seed, PHASE, group.number, "env"),
             group=self.name(group.number),
             attempt=k,
-            split="train",
             limits=self.config.limits,
             sampling=self.config.sampling,
-            journal=self.store.writer,
             fork=group.prefixes.get(k),
         )
+        tape = await rollout(self.agent, self.env, spec, engine=self.engine, journal=self.store.writer)
         self.sampled_tokens += sum(len(c.completion or ()) for c in tape.calls)
         return tape
 

@@ -6,17 +6,14 @@ out. `agents.runs.pass_at_k` computes the scores.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ...agents import Agent, Engine, Limits, rollout
+from ...agents import EpisodeSpec, Limits
 from ...agents.episode.seeds import derive_seed
-from ...agents.runs.group import run_all
 from ...agents.runs.pass_at_k import Scores, evaluate_rewards, standard_error
-from ...envs.environment import EnvironmentFactory, check_factory
 from ...tapes import Sampling, Tape, Task
 from ...tapes.common.stats import mean_of
-from ...tapes.journal import Journal
 from ...tapes.status import TRAINED_SPLITS
 from ..loop.metrics import components, ends, lengths
 
@@ -36,6 +33,23 @@ class Evaluation:
     lengths: dict[str, float | None] = field(default_factory=dict)
     """Values about the turns, the tokens and the ends of the episodes, by their names in metrics.jsonl."""
 
+    @classmethod
+    def of(cls, tapes: Sequence[Tape], *, k: Iterable[int] = (), success: float = 1.0, seed: int = 0) -> Evaluation:
+        """Score the tapes, in the order of their specs, with pass@k for each number in `k`.
+
+        `success` is the minimum reward that counts as a success. `seed` is for the intervals.
+        """
+        rewards: dict[str, list[float | None]] = {}
+        for tape in tapes:
+            rewards.setdefault(tape.begin.task_hash, []).append(_earned(tape))
+        return cls(
+            tuple(map(_earned, tapes)),
+            components(tapes),
+            tuple(tape.id for tape in tapes),
+            evaluate_rewards(rewards, k=k, success=success, seed=seed),
+            {**ends(tapes), **lengths(tapes)},
+        )
+
     @property
     def scored(self) -> int:
         """The number of scored episodes."""
@@ -52,66 +66,37 @@ class Evaluation:
         return standard_error({str(k): [reward] for k, reward in enumerate(self.rewards)})
 
 
-async def evaluate(
-    agent: Agent,
-    env: EnvironmentFactory,
-    tasks: Sequence[object],
+def specs_of(
+    tasks: Iterable[object],
     *,
-    engine: Engine,
     sampling: Sampling,
+    limits: Limits | None = None,
     attempts: int = 1,
-    k: Iterable[int] = (),
-    success: float = 1.0,
     seed: int = 0,
     split: str = "eval",
-    limits: Limits | None = None,
-    journal: Journal | None = None,
-    concurrent: int = 256,
-    on_tape: Callable[[Tape], None] | None = None,
-) -> Evaluation:
-    """Run `attempts` episodes for each task. Return the rewards, and pass@k for each number in `k`.
+) -> list[EpisodeSpec]:
+    """Return the specs of `attempts` episodes for each task, task by task.
 
-    `success` is the minimum reward that counts as a success. All attempts at a task have the same environment seed. It
-    depends only on `seed`, `split` and the task's position, so two policies can be compared task by task.
+    All attempts at a task have the same environment seed. It depends only on `seed`, `split` and the task's position,
+    so two policies can be compared task by task.
     """
     if split in TRAINED_SPLITS:
         raise ValueError(f"an evaluation can't be recorded as split {split!r}, which is trained on: choose another")
-    check_factory(env)
 
-    async def one(place: tuple[int, Task, int]) -> Tape:
-        number, task, attempt = place
+    def spec(number: int, task: Task, attempt: int) -> EpisodeSpec:
         key = () if attempts == 1 else (attempt,)
-        group = None if attempts == 1 else f"{split}/{task.hash[:24]}"
-        tape = await rollout(
-            agent,
-            env,
-            task,
-            engine=engine,
-            seed=derive_seed(seed, split, number, *key),
+        return EpisodeSpec(
+            task=task,
             split=split,
+            seed=derive_seed(seed, split, number, *key),
             env_seed=None if attempts == 1 else derive_seed(seed, split, number, "env"),
-            group=group,
+            group=None if attempts == 1 else f"{split}/{task.hash[:24]}",
             attempt=attempt,
-            limits=limits,
+            limits=limits or Limits(),
             sampling=sampling,
-            journal=journal,
         )
-        if on_tape is not None:
-            on_tape(tape)
-        return tape
 
-    places = [(number, Task.of(task), attempt) for number, task in enumerate(tasks) for attempt in range(attempts)]
-    tapes = await run_all(places, one, concurrency=concurrent)
-    rewards: dict[str, list[float | None]] = {}
-    for (_, task, _), tape in zip(places, tapes, strict=True):
-        rewards.setdefault(task.hash, []).append(_earned(tape))
-    return Evaluation(
-        tuple(map(_earned, tapes)),
-        components(tapes),
-        tuple(tape.id for tape in tapes),
-        evaluate_rewards(rewards, k=k, success=success, seed=seed),
-        {**ends(tapes), **lengths(tapes)},
-    )
+    return [spec(number, Task.of(task), k) for number, task in enumerate(tasks) for k in range(attempts)]
 
 
 def _earned(tape: Tape) -> float | None:

@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
-from ...agents import Engine
+from ...agents import Engine, EpisodeSpec, rollout
 from ...agents.engines.engine import TrainableEngine
 from ...agents.engines.team_engine import check_sight
 from ...agents.episode.seeds import derive_seed
+from ...agents.runs.group import run_all
 from ...agents.runs.pass_at_k import NothingInCommon, compare
 from ...agents.runs.runner import rewards_of as recorded_rewards
 from ...tapes import Tape
@@ -30,7 +31,7 @@ from ..loop.loop import Loop, UpdateReport, check_speaks
 from ..loop.metrics import imitation_line, player_line, rollout_line
 from ..recipes import get_recipe, write_recipes
 from ..trainer.trainer import UpdateStats
-from .evaluation import evaluate
+from .evaluation import Evaluation, specs_of
 from .loaded_run import LoadedRun, Scene
 from .longer import end_name, reached
 from .players import NO_WARM_START, Player
@@ -383,32 +384,28 @@ class Training:
         phase = f"evaluating on held-out tasks, {when}"
         done, earned = 0, dict[str, list[float]]()
 
-        def count(tape: Tape) -> None:
+        async def play(spec: EpisodeSpec) -> Tape:
             nonlocal done
+            tape = await rollout(scene.agent, scene.env, spec, engine=engine, journal=self.run.store.writer)
             done += 1
             for path, reward in rewards_of(tape, self.trained).items():
                 earned.setdefault(path, []).extend(() if reward is None else (reward,))
             self.progress(phase, done, len(scene.held_out) * len(evaluations) * config.attempts, "")
+            return tape
 
         for name, sampling in evaluations.items():
             earned.clear()
+            specs = specs_of(
+                scene.held_out,
+                sampling=sampling,
+                limits=self.loop.limits,
+                attempts=config.attempts,
+                seed=self.config.seed,
+                split=f"eval-{when}-{name}",
+            )
             with self.run.timed("evaluation"):
-                result = await evaluate(
-                    scene.agent,
-                    scene.env,
-                    scene.held_out,
-                    engine=engine,
-                    sampling=sampling,
-                    seed=self.config.seed,
-                    split=f"eval-{when}-{name}",
-                    limits=self.loop.limits,
-                    journal=self.run.store.writer,
-                    concurrent=config.concurrency,
-                    on_tape=count,
-                    attempts=config.attempts,
-                    k=config.k,
-                    success=config.success,
-                )
+                tapes = await run_all(specs, play, concurrency=config.concurrency)
+                result = Evaluation.of(tapes, k=config.k, success=config.success, seed=self.config.seed)
             scores = result.scores.model_dump(mode="json", include={"reward", "pass_at"})
             change, passes = None, dict[str, Any]()
             if when.startswith("after"):

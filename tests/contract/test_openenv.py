@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import ScriptedEngine, agent, rollout
+from tapereel.agents import EpisodeSpec, ScriptedEngine, agent, rollout
 from tapereel.envs import check_env
 from tapereel.envs.checks.reexec import reexec
 from tapereel.envs.remote import Busy, OpenEnvAction, OpenEnvironment, Refused, Service
@@ -71,10 +71,8 @@ def test_its_tapes_are_carried_out_again_and_check_env_is_content(echo: str) -> 
         child = await rollout(
             speaker,
             lambda: client(echo),
-            5,
+            EpisodeSpec.of(5, fork=tape.at_turn(1), limits=Limits(turns=2)),
             engine=ScriptedEngine(["hello", "else"]),
-            fork=tape.at_turn(1),
-            limits=Limits(turns=2),
         )
         assert child.observations[-1] == Echoed(echoed_message="else", message_length=4)
 

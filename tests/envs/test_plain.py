@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import Agent, ScriptedEngine, rollout, rollout_group
+from tapereel.agents import Agent, EpisodeSpec, ScriptedEngine, rollout, rollout_group
 from tapereel.agents.episode.llm import LLM
 from tapereel.agents.replay.replayer import replay
 from tapereel.envs import Calculator, Environment, Outcome, check_env
@@ -51,8 +51,9 @@ class Speller(Agent):
         yield Answer(text=reply.text)
 
 
-def _played(env: Any = Spell, answers: tuple[str, ...] = ("tac?", "tac"), **options: Any) -> Tape:
-    return asyncio.run(rollout(Speller(), env, "cat", engine=ScriptedEngine(list(answers)), **options))
+def _played(env: Any = Spell, answers: tuple[str, ...] = ("tac?", "tac"), **fields: Any) -> Tape:
+    spec = EpisodeSpec.of("cat", **fields)
+    return asyncio.run(rollout(Speller(), env, spec, engine=ScriptedEngine(list(answers))))
 
 
 def test_plain_texts_are_recorded_as_the_standard_steps():

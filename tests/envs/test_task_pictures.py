@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from tapereel.agents import ScriptedEngine, rollout
+from tapereel.agents import EpisodeSpec, ScriptedEngine, rollout
 from tapereel.agents.replay.branching import cut
 from tapereel.agents.replay.replayer import replay
 from tapereel.envs import Environment, Outcome, Taskset
@@ -75,7 +75,9 @@ def test_replay_rescore_and_the_environment_read_the_file_again(run: Path):
         assert asyncio.run(reexec(tape, TRLEnvironment)).outcome == "verified"
         verdict, _ = asyncio.run(rescore(tape, Rewards([trl_reward(looked)])))
         assert verdict.outcome == "verified"
-        again = rollout(AGENT, TRLEnvironment, tape.begin.task, engine=ScriptedEngine(by_pixels), fork=cut(tape, 0))
+        again = rollout(
+            AGENT, TRLEnvironment, EpisodeSpec.of(tape.begin.task, fork=cut(tape, 0)), engine=ScriptedEngine(by_pixels)
+        )
         assert asyncio.run(again).status is Status.FINISHED
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tapereel.agents import ScriptedEngine, rollout
+from tapereel.agents import EpisodeSpec, ScriptedEngine, rollout
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.agents.replay.branching import cut
 from tapereel.agents.replay.replayer import replay
@@ -84,7 +84,7 @@ def test_a_video_of_a_data_set_is_stored_once_and_verified_replayed_rescored_and
         verdict, _ = run_async(rescore(tape, Rewards([trl_reward(ends)])))
         assert verdict.outcome == "verified", verdict
         engine = ScriptedEngine(lambda request: "2")
-        again = rollout(AGENT, TRLEnvironment, tape.begin.task, engine=engine, fork=cut(tape, 0))
+        again = rollout(AGENT, TRLEnvironment, EpisodeSpec.of(tape.begin.task, fork=cut(tape, 0)), engine=engine)
         assert run_async(again).status is Status.FINISHED
     file = next((tmp_path / "run/tapes/media").iterdir())
     file.unlink()

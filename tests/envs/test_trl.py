@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import ChatAgent, Limits, Request, ScriptedEngine, rollout
+from tapereel.agents import ChatAgent, EpisodeSpec, Limits, Request, ScriptedEngine, rollout
 from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.agents.rendering.renderer import Renderer
@@ -314,9 +314,8 @@ def test_the_ids_of_several_turns_are_one_sequence_with_what_was_said_between() 
         rollout(
             ChatAgent(parse=lambda text: Answer(text=text)),
             lambda: Twice(),
-            trl_row(ROW),
+            EpisodeSpec.of(trl_row(ROW), fork=tape.at_turn(1)),
             engine=ScriptedEngine(["first", "x"]),
-            fork=tape.at_turn(1),
         )
     )
     with pytest.raises(NotATape, match=rf"{fork.id}.*\bids\b"):

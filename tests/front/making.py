@@ -7,10 +7,11 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from tapereel.agents import LLM, Agent, ScriptedEngine, rollout
+from tapereel.agents import LLM, Agent, EpisodeSpec, ScriptedEngine, rollout
 from tapereel.envs import Environment, Outcome
 from tapereel.tapes import Action, Observation, Sampling, Status, Tape, Task, Text
 from tapereel.tapes.arrays import floats, ints
+from tapereel.tapes.journal import Journal
 from tapereel.tapes.records import Begin, Call, Cause, CauseType, End, Identity, Reward
 from tapereel.tapes.steps import Answer
 from tapereel.tapes.store.store import Store
@@ -44,8 +45,9 @@ class Guesser(Agent):
         yield Guess(number=int((await llm(tape)).text))
 
 
-async def _play(answers: Sequence[str], **more: object) -> Tape:
-    return await rollout(Guesser(), Guessing(), task=7, engine=ScriptedEngine(answers), **more)  # type: ignore[arg-type]
+async def _play(answers: Sequence[str], journal: Journal | None = None, split: str = "train") -> Tape:
+    spec = EpisodeSpec.of(7, split=split)
+    return await rollout(Guesser(), Guessing(), spec, engine=ScriptedEngine(answers), journal=journal)
 
 
 def played(*answers: str) -> Tape:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tapereel.agents import ScriptedEngine, rollout_group
+from tapereel.agents import EpisodeSpec, ScriptedEngine, rollout_group
 from tapereel.tapes import Task
 
 from ..worlds import GuessNumber, Hint, Player
@@ -30,12 +30,9 @@ def test_n_attempts_at_each_task_carry_its_public_and_private_part_and_its_group
             rollout_group(
                 Player(),
                 Guessing,
-                Task(public="guess", private=task),
+                EpisodeSpec.of(Task(public="guess", private=task), seed=1, group=f"g{k}"),
                 n=N,
                 engine=engine,
-                seed=1,
-                group=f"g{k}",
-                concurrency=1 + k,
             )
             for k, task in enumerate(TASKS)
         )

@@ -17,6 +17,7 @@ from tapereel.agents import (
     Agent,
     Completion,
     EngineError,
+    EpisodeSpec,
     LimitReached,
     Limits,
     Request,
@@ -163,7 +164,10 @@ def test_whatever_fails_or_is_given_up_the_budget_holds_and_nobody_waits(seed: i
     engine, agent = Uneven(seed, fails=0.3), Fickle(seed, questions)
     tape = asyncio.run(
         rollout(
-            agent, Paid(), "t", engine=engine, limits=Limits(tokens=limit), sampling=Sampling(max_tokens=30), retries=0
+            agent,
+            Paid(),
+            EpisodeSpec.of("t", limits=Limits(tokens=limit), sampling=Sampling(max_tokens=30), retries=0),
+            engine=engine,
         )
     )
     assert len(agent.ends) == questions

@@ -14,6 +14,7 @@ from tapereel.agents import (
     Completion,
     Diverged,
     EngineError,
+    EpisodeSpec,
     ReplayEngine,
     Request,
     ScriptedEngine,
@@ -215,7 +216,9 @@ def test_a_group_shares_task_environment_seed_and_id_and_retries_once():
                 raise ValueError("first one breaks")
             return await super().reset(task)
 
-    tapes = asyncio.run(rollout_group(Player(), Dice, 7, n=4, engine=ScriptedEngine(lambda r: "7"), seed=1))
+    tapes = asyncio.run(
+        rollout_group(Player(), Dice, EpisodeSpec.of(7, seed=1), n=4, engine=ScriptedEngine(lambda r: "7"))
+    )
     assert len(tapes) == 5
     assert len(set(made)) == 1
     assert sum(t.trains for t in tapes) == 4

@@ -17,6 +17,7 @@ from tapereel.agents import (
     Capability,
     Completion,
     EngineError,
+    EpisodeSpec,
     Limits,
     PromptTooLong,
     Request,
@@ -56,7 +57,7 @@ def run(*args: Any, **options: Any) -> Tape:
 
 def test_an_episode_and_what_the_model_was_asked():
     env = GuessNumber()
-    tape = run(Player(), env, 7, engine=ScriptedEngine(["5", "8", "7"]), seed=3, group="g", attempt=2)
+    tape = run(Player(), env, EpisodeSpec.of(7, seed=3, group="g", attempt=2), engine=ScriptedEngine(["5", "8", "7"]))
     assert (tape.status, tape.reward, tape.turns, env.closed) == (Status.FINISHED, pytest.approx(0.8), 3, 1)
     assert [e.by for e in tape.entries] == ["env", "player", "env", "player", "env", "player"]
     assert [e.turn for e in tape.entries] == [0, 0, 0, 1, 1, 2]
@@ -497,14 +498,16 @@ def test_a_fork_goes_on_from_a_turn():
         seen.append([m["content"] for m in request.messages])
         return "7"
 
-    child = run(Player(), GuessNumber(), 7, engine=ScriptedEngine(model), fork=parent.at_turn(1), seed=9)
+    child = run(
+        Player(), GuessNumber(), EpisodeSpec.of(7, fork=parent.at_turn(1), seed=9), engine=ScriptedEngine(model)
+    )
     assert child.status is Status.FINISHED
     assert child.turns == 2
     assert child.reward == 1.0
     assert seen == [["Guess the number. Answer with one digit.", "I think of a number from 1 to 9.", "5", "higher"]]
     assert (child.calls[0].base, child.calls[0].keep_messages) == (parent.calls[0].call, 3)
     assert child.begin.parent.digest == parent.at_turn(1).digest
-    wrong = run(Player(), GuessNumber(), 3, engine=ScriptedEngine(["3"]), fork=parent.at_turn(1))
+    wrong = run(Player(), GuessNumber(), EpisodeSpec.of(3, fork=parent.at_turn(1)), engine=ScriptedEngine(["3"]))
     assert (wrong.status, wrong.cause.error) == (Status.ERROR, "RestoreMismatch")
 
 
@@ -542,9 +545,9 @@ def test_a_list_of_answers_is_in_order_within_each_episode_and_its_forks():
 
     tapes = asyncio.run(several())
     assert [asked(tape) for tape in tapes] == [ANSWERS] * 3
-    fork = run(Shapes(), GuessNumber(), 7, engine=engine, fork=tapes[0].at_turn(1))
+    fork = run(Shapes(), GuessNumber(), EpisodeSpec.of(7, fork=tapes[0].at_turn(1)), engine=engine)
     assert asked(fork) == ANSWERS[3:]
-    again = run(Shapes(), GuessNumber(), 7, engine=engine, fork=fork.at_turn(2))
+    again = run(Shapes(), GuessNumber(), EpisodeSpec.of(7, fork=fork.at_turn(2)), engine=engine)
     assert asked(again) == ANSWERS[6:]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import LLM, Agent, ScriptedEngine, rollout
+from tapereel.agents import LLM, Agent, EpisodeSpec, ScriptedEngine, rollout
 from tapereel.agents.engines.engine import EngineError, Request
 from tapereel.agents.engines.servers.litellm_engine import LiteLLMEngine
 from tapereel.agents.replay.replayer import replay
@@ -46,7 +46,12 @@ class Photographer(Agent):
 
 
 def hosted(
-    env: Any, *tasks: int, agent: Agent | None = None, provider: Provider | None = None, **options: Any
+    env: Any,
+    *tasks: int,
+    agent: Agent | None = None,
+    provider: Provider | None = None,
+    journal: Any = None,
+    **fields: Any,
 ) -> list[Tape]:
     """Episodes with a model behind a real server, which answers by the pixels that it got."""
     provider = provider or Provider(says=by_pixels)
@@ -54,7 +59,8 @@ def hosted(
     async def play(url: str) -> list[Tape]:
         engine = LiteLLMEngine("openai/local", base_url=url, backoff=0.001)
         try:
-            return [await rollout(agent or Player(), env, task, engine=engine, seed=task, **options) for task in tasks]
+            specs = [EpisodeSpec.of(task, seed=task, **fields) for task in tasks]
+            return [await rollout(agent or Player(), env, spec, engine=engine, journal=journal) for spec in specs]
         finally:
             await engine.close()
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tapereel.agents import LLM, Agent, ScriptedEngine, rollout
+from tapereel.agents import LLM, Agent, EpisodeSpec, ScriptedEngine, rollout
 from tapereel.agents.engines.engine import Capability, Completion, Request
 from tapereel.agents.episode.limits import Limits
 from tapereel.agents.rendering.renderer import Renderer
@@ -69,8 +69,9 @@ class Player(Agent):
         yield Answer(text=reply.text)
 
 
-def played(env: Any = Corners, engine: Any = None, task: int = 1, **options: Any) -> Tape:
-    return run_async(rollout(Player(), env, task, engine=engine or Babbler(), **options))
+def played(env: Any = Corners, engine: Any = None, task: int = 1, *, journal: Any = None, **fields: Any) -> Tape:
+    spec = EpisodeSpec.of(task, **fields)
+    return run_async(rollout(Player(), env, spec, engine=engine or Babbler(), journal=journal))
 
 
 def test_engine_tape_and_row_agree_on_ids_and_places() -> None:

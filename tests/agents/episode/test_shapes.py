@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapereel.agents import LLM, Request, ScriptedEngine, agent, rollout
+from tapereel.agents import LLM, EpisodeSpec, Request, ScriptedEngine, agent, rollout
 from tapereel.agents.engines.servers.litellm_engine import LiteLLMEngine
 from tapereel.agents.replay.replayer import replay
 from tapereel.envs import Environment, Outcome
@@ -200,7 +200,9 @@ def test_an_answer_that_was_not_taken_is_reinforced_and_not_imitated() -> None:
 def test_a_preference_chooses_what_was_taken() -> None:
     def graded(answers: list[str], attempt: int) -> Tape:
         room = Room(worth=1.0 - attempt)
-        return asyncio.run(rollout(grade, room, 0, engine=ScriptedEngine(answers * 2), group="g", attempt=attempt))
+        return asyncio.run(
+            rollout(grade, room, EpisodeSpec.of(0, group="g", attempt=attempt), engine=ScriptedEngine(answers * 2))
+        )
 
     good, bad = graded(["left", "Score: 9"], 0), graded(["up", "Score: 1"], 1)
     assert good.not_taken == frozenset()  # the grader read another prompt

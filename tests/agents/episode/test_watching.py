@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tapereel.agents import LLM, agent, rollout
+from tapereel.agents import LLM, EpisodeSpec, agent, rollout
 from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
 from tapereel.agents.engines.scripted import ScriptedEngine
 from tapereel.agents.rendering.renderer import Renderer
@@ -253,7 +253,7 @@ def test_frames_are_sampled_after_and_trained_on_as_the_model_itself_reads_them(
         engine = EmbeddedEngine(loaded.model, renderer, version="v0", slots=2)
         how = Sampling(max_tokens=8, ignore_eos=True)
         ask = (
-            rollout(sampler, Cinema, 1, engine=engine, seed=k, sampling=how, group="g", attempt=k)
+            rollout(sampler, Cinema, EpisodeSpec.of(1, seed=k, sampling=how, group="g", attempt=k), engine=engine)
             for k in SEEDS[family]
         )
         try:

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tapereel as tr
-from tapereel.agents import ScriptedEngine, rollout
-from tapereel.agents.replay.branching import PrefixUnverified, branch
+from tapereel.agents import EpisodeSpec, ScriptedEngine, rollout
+from tapereel.agents.replay.branching import PrefixUnverified, branch, continuation
 from tapereel.cli import main
 from tapereel.envs import Outcome
 from tapereel.tapes import Answer, Status, Tape, Task, Text
@@ -38,7 +38,9 @@ def go_on(tape: Tape, turn: int, *, world: str = "one speaker", tokens: bool = F
     make, env, _, model, _ = WORLDS[world]
     model, env = changes.pop("model", model), changes.pop("env", env)
     engine = (Unequal if world == "a race" else ScriptedEngine)(model, renderer=RENDERER if tokens else None)
-    return asyncio.run(branch(tape, turn, make(), env, engine=engine, **changes))
+    group = {name: changes.pop(name) for name in ("n", "unverified") if name in changes}
+    spec = EpisodeSpec.of(continuation(tape, turn), **changes)
+    return asyncio.run(branch(make(), env, spec, engine=engine, **group))
 
 
 def asked(tape: Tape, since: int) -> list[Any]:
@@ -225,7 +227,7 @@ def test_another_seed_of_the_world_will_do_where_it_comes_to_the_same_state():
             return Outcome(seen, terminated=self.left == 0)
 
     engine = ScriptedEngine(["a", "b", "c"])
-    tape = asyncio.run(rollout(Speaker(), Late, Task(private=3, bare=True), engine=engine, env_seed=3))
+    tape = asyncio.run(rollout(Speaker(), Late, EpisodeSpec.of(Task(private=3, bare=True), env_seed=3), engine=engine))
     (child,) = go_on(tape, 1, env=Late, env_seed=99)
     found = diff_tapes(tape, child)
     assert found.parting is not None
@@ -239,7 +241,7 @@ def test_a_turn_that_is_not_there_is_refused():
     for turn in (-1, 3, 4):
         with pytest.raises(ValueError, match=rf"\bturn {turn}\b"):
             go_on(tape, turn)
-    with pytest.raises(ValueError, match=r"\bn\b.* 0 .*concurrency"):
+    with pytest.raises(ValueError, match=r"\bn\b.* 0"):
         go_on(tape, 1, n=0)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tapereel.agents import Diverged, ReplayEngine, rollout
+from tapereel.agents import Diverged, EpisodeSpec, ReplayEngine, rollout
 from tapereel.finetune.trainer.checkpoint import copied_weights, weights_digest
 from tapereel.tapes import Answer, Tape
 from tapereel.tapes.store.store import Store
@@ -42,7 +42,10 @@ def words(tape: Tape) -> tuple[str, int, list[str]]:
 def test_identical_prompts_of_a_group_are_told_apart_by_their_seeds():
     async def play(engine: ReplayEngine, seeds: list[int]) -> list[Tape]:
         return await asyncio.gather(
-            *(rollout(Speaker(), Letters, "abc", engine=engine, seed=seed, env_seed=0) for seed in seeds)
+            *(
+                rollout(Speaker(), Letters, EpisodeSpec.of("abc", seed=seed, env_seed=0), engine=engine)
+                for seed in seeds
+            )
         )
 
     from tapereel.agents import ScriptedEngine

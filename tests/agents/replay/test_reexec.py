@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tapereel.agents import LLM, Limits, ScriptedEngine, agent, rollout
+from tapereel.agents import LLM, EpisodeSpec, Limits, ScriptedEngine, agent, rollout
 from tapereel.agents.replay.replayer import replay
 from tapereel.envs import Environment, Outcome
 from tapereel.envs.checks.reexec import reexec
@@ -123,7 +123,9 @@ def test_a_fork_replays_what_is_its_own(name: str):
     from .worlds import RENDERER
 
     engine = ScriptedEngine(model, renderer=RENDERER)
-    fork = asyncio.run(rollout(make(), env(), task, engine=engine, seed=9, env_seed=3, fork=parent.at_turn(1)))
+    fork = asyncio.run(
+        rollout(make(), env(), EpisodeSpec.of(task, seed=9, env_seed=3, fork=parent.at_turn(1)), engine=engine)
+    )
     assert fork.begin.parent is not None
     verdict = asyncio.run(replay(fork, make(), renderer=RENDERER))
     assert verdict.outcome == "verified", verdict

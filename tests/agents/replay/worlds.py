@@ -13,6 +13,7 @@ from tapereel.agents import (
     ChatAgent,
     Completion,
     EngineError,
+    EpisodeSpec,
     Limits,
     ModelFailed,
     Request,
@@ -245,7 +246,7 @@ WORLDS: dict[str, tuple[Callable[[], Agent], Callable[[], Environment[Any]], Any
     "limit of context": (Thinker, Counting, 25, word, {"limits": Limits(context=160)}),
     "short answers": (Thinker, Counting, 2, word, {"sampling": Sampling(max_tokens=7, temperature=0.3)}),
 }
-"""name -> (agent, environment, task, model, options of the rollout)."""
+"""name -> (agent, environment, task, model, fields of the spec)."""
 
 
 def record(name: str, *, tokens: bool = False, **changes: Any) -> Tape:
@@ -253,7 +254,8 @@ def record(name: str, *, tokens: bool = False, **changes: Any) -> Tape:
     make, env, task, model, options = WORLDS[name]
     engine = (Unequal if name == "a race" else ScriptedEngine)(model, renderer=RENDERER if tokens else None)
     options = {"seed": 7, "env_seed": 3, **options, **changes}
-    return asyncio.run(rollout(make(), env, Task(private=task, bare=True), engine=engine, **options))
+    spec = EpisodeSpec.of(Task(private=task, bare=True), **options)
+    return asyncio.run(rollout(make(), env, spec, engine=engine))
 
 
 class ShuffledLoop(asyncio.SelectorEventLoop):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import Completion, EngineError, Request, ScriptedEngine, rollout
+from tapereel.agents import Completion, EngineError, EpisodeSpec, Request, ScriptedEngine, rollout
 from tapereel.agents.runs.judge import CHARACTERS, Judge, judge_reward, pairwise_reward
 from tapereel.envs import Rewards
 from tapereel.envs.rewards.relative import compared, layer_of, training_reward
@@ -23,7 +23,7 @@ def tapes(*answers: str, reference: Any = None) -> list[Tape]:
     async def every() -> list[Tape]:
         task = Task(public="2+2?", private=reference)
         return [
-            await rollout(speaker, Asks, task, engine=ScriptedEngine([answer]), group="g", attempt=k)
+            await rollout(speaker, Asks, EpisodeSpec.of(task, group="g", attempt=k), engine=ScriptedEngine([answer]))
             for k, answer in enumerate(answers)
         ]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tapereel.agents import LLM, Agent, Request, ScriptedEngine, rollout
+from tapereel.agents import LLM, Agent, EpisodeSpec, Request, ScriptedEngine, rollout
 from tapereel.agents.gateway import Endpoint, Program
 from tapereel.agents.runs.judge import judge_reward, pairwise_reward
 from tapereel.envs.checks.rescore import rescore
@@ -50,8 +50,9 @@ def shown(request: Request) -> list[int]:
     return [corner(request.picture(str(part["media"]))) for part in parts]
 
 
-def played(env: Any, journal: Any, task: int = 1, **options: Any) -> Tape:
-    return asyncio.run(rollout(Player(), env, task, engine=ScriptedEngine(["1"] * 9), journal=journal, **options))
+def played(env: Any, journal: Any, task: int = 1, **fields: Any) -> Tape:
+    spec = EpisodeSpec.of(task, **fields)
+    return asyncio.run(rollout(Player(), env, spec, engine=ScriptedEngine(["1"] * 9), journal=journal))
 
 
 def test_a_reward_sees_the_pixels_in_the_episode_and_when_it_is_scored_again(tmp_path: Path):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tapereel.agents import ScriptedEngine, rollout
+from tapereel.agents import EpisodeSpec, ScriptedEngine, rollout
 from tapereel.envs.checks.reexec import reexec
 from tapereel.envs.load_named import load_named
 from tapereel.envs.remote import Declared, Pool, RemoteEnvironment, Service
@@ -27,8 +27,9 @@ from ...agents.picture_worlds import Cinema, Corners, Filmed, Seen, square
 IN_PROCESSES = f"{Path(__file__).with_name('camera.py')}:Camera"
 
 
-async def play(env: Any, **options: Any) -> Tape:
-    return await rollout(Player(), env, 1, engine=ScriptedEngine(["1", "2", "3"]), seed=3, **options)
+async def play(env: Any, *, journal: Any = None, **fields: Any) -> Tape:
+    spec = EpisodeSpec.of(1, seed=3, **fields)
+    return await rollout(Player(), env, spec, engine=ScriptedEngine(["1", "2", "3"]), journal=journal)
 
 
 @pytest.mark.parametrize("where", ["server", "process"])

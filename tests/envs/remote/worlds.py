@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from tapereel.agents import ScriptedEngine, agent, rollout
+from tapereel.agents import EpisodeSpec, ScriptedEngine, agent, rollout
 from tapereel.envs import Environment, Outcome
 from tapereel.envs.remote import Service
 from tapereel.tapes import Action, Observation, Tape
@@ -118,10 +118,15 @@ def say(seen: Observation, rng: random.Random) -> Action:
 
 
 async def play(
-    env: Environment[Any] | Callable[[], Environment[Any]], *words: str, task: Any = 7, **options: Any
+    env: Environment[Any] | Callable[[], Environment[Any]],
+    *words: str,
+    task: Any = 7,
+    journal: Any = None,
+    **fields: Any,
 ) -> Tape:
     """One episode of the player."""
-    return await rollout(player, env, task, engine=ScriptedEngine(list(words)), **options)
+    spec = EpisodeSpec.of(task, **fields)
+    return await rollout(player, env, spec, engine=ScriptedEngine(list(words)), journal=journal)
 
 
 def told(tape: Tape) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tapereel.agents import ScriptedEngine, rollout
+from tapereel.agents import EpisodeSpec, ScriptedEngine, rollout
 from tapereel.finetune.data.provenance import episode_of, weighed
 from tapereel.finetune.data.rows import Row, rows
 from tapereel.finetune.data.stream import Stream
@@ -252,7 +252,12 @@ def test_scripted_turns_are_one_row_with_a_renderer_and_the_same_without_one_giv
 def test_a_fork_s_prefix_is_context_and_its_own_tokens_are_labels():
     parent = asyncio.run(rollout(Speaker(), Letters, "abc", engine=ScriptedEngine([*"abc"], renderer=RENDERER)))
     child = asyncio.run(
-        rollout(Speaker(), Letters, "abc", engine=ScriptedEngine([*"?dd"], renderer=RENDERER), fork=parent.at_turn(1))
+        rollout(
+            Speaker(),
+            Letters,
+            EpisodeSpec.of("abc", fork=parent.at_turn(1)),
+            engine=ScriptedEngine([*"?dd"], renderer=RENDERER),
+        )
     )
     (whole,), (row,) = rows(parent), rows(child)
     assert WORDS.decode(row.labels()[row.own].tolist()) == "d<|end|>d<|end|>"
@@ -273,7 +278,7 @@ def test_each_turn_has_the_digest_of_the_observation_that_it_answered():
     assert vars(pickle.loads(pickle.dumps(row.observations))) == {"digests": tuple(shown)}, "other ranks get no tape"
     stream = Stream.of([row], [episode_of(tape)])
     assert stream.turns.answered.tolist() == [0, 1, 0, 1]
-    fork = rollout(Speaker(), Letters, "abab", engine=engine, fork=tape.at_turn(2))
+    fork = rollout(Speaker(), Letters, EpisodeSpec.of("abab", fork=tape.at_turn(2)), engine=engine)
     (half,) = rows(asyncio.run(fork))
     assert half.observations.digests == tuple(shown), "the first own turn answers what the parent was shown"
     unseen = tape_of(call("a", [10], [20]))

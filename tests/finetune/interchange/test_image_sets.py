@@ -14,7 +14,7 @@ from datasets import Dataset, List
 from datasets import Image as ImageColumn
 from PIL import Image
 
-from tapereel.agents import ScriptedEngine, rollout
+from tapereel.agents import EpisodeSpec, ScriptedEngine, rollout
 from tapereel.cli import main
 from tapereel.envs import Taskset
 from tapereel.envs.taskset import standard_row
@@ -38,7 +38,9 @@ def run(tmp_path: Path) -> Path:
             await rollout(Player(), env, task, engine=ScriptedEngine(lambda _: "1"), journal=store.writer)
         for said in ("0", "3"):
             engine = ScriptedEngine([said])
-            await rollout(Player(), Gallery, 3, engine=engine, journal=store.writer, group="g", env_seed=1)
+            await rollout(
+                Player(), Gallery, EpisodeSpec.of(3, group="g", env_seed=1), engine=engine, journal=store.writer
+            )
 
     with Store.create(tmp_path / "run") as store:
         asyncio.run(play())

@@ -8,9 +8,9 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from tapereel.agents import ChatAgent, Limits, ScriptedEngine, rollout
+from tapereel.agents import ChatAgent, EpisodeSpec, Limits, ScriptedEngine, rollout
 from tapereel.agents.gateway import Program
-from tapereel.agents.replay.branching import branch
+from tapereel.agents.replay.branching import branch, continuation
 from tapereel.envs import Environment, Outcome
 from tapereel.envs.adapters.tools import ToolEnvironment
 from tapereel.tapes import Answer, Tape, Task, Text, ToolCalls
@@ -60,7 +60,9 @@ def tools() -> Tape:
     """Two calls at once, of which one fails, a call with hostile text, and the answer."""
     agent = ChatAgent("Be brief.", actions=[ToolCalls], plain=Answer)
     task = Task(id="sum", public="1 + 2", private="3")
-    return asyncio.run(rollout(agent, Sums, task, engine=ScriptedEngine(SAID), seed=1, env_seed=2, group="g"))
+    return asyncio.run(
+        rollout(agent, Sums, EpisodeSpec.of(task, seed=1, env_seed=2, group="g"), engine=ScriptedEngine(SAID))
+    )
 
 
 class Once(Environment[Answer]):
@@ -103,7 +105,7 @@ def program() -> Tape:
 def fork() -> Tape:
     make, env, _, model, _ = WORLDS["one speaker"]
     engine = ScriptedEngine(model, renderer=RENDERER)
-    (tape,) = asyncio.run(branch(record("one speaker", tokens=True), 2, make(), env, engine=engine))
+    (tape,) = asyncio.run(branch(make(), env, continuation(record("one speaker", tokens=True), 2), engine=engine))
     return tape
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tapereel.agents import ChatAgent, Completion, Request, ScriptedEngine, rollout
+from tapereel.agents import ChatAgent, Completion, EpisodeSpec, Request, ScriptedEngine, rollout
 from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
 from tapereel.envs.adapters.trl import TRLEnvironment, trl_row
 from tapereel.tapes import Answer, Sampling, Tape, Task, ToolCalls
@@ -51,18 +51,24 @@ async def _record(store: Store) -> None:
             await rollout(
                 Speaker(),
                 Letters,
-                Task(private="ab", bare=True, id="x"),
+                EpisodeSpec.of(
+                    Task(private="ab", bare=True, id="x"),
+                    seed=10 * group + attempt,
+                    group=f"g{group}",
+                    attempt=attempt,
+                    sampling=Sampling(max_tokens=3),
+                ),
                 engine=engine,
-                seed=10 * group + attempt,
-                group=f"g{group}",
-                attempt=attempt,
-                sampling=Sampling(max_tokens=3),
                 journal=store.writer,
             )
     agent = ChatAgent(actions=[ToolCalls], plain=Answer)
     row = {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Six sides."}]}
     await rollout(
-        agent, lambda: TRLEnvironment(Dice), trl_row(row), engine=Roller(), split="demo", journal=store.writer
+        agent,
+        lambda: TRLEnvironment(Dice),
+        EpisodeSpec.of(trl_row(row), split="demo"),
+        engine=Roller(),
+        journal=store.writer,
     )
     await store.writer.durable()
 

@@ -20,7 +20,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tapereel.agents import LLM, Agent, Capability, Completion, EngineError, Limits, Request, delegate, rollout
+from tapereel.agents import (
+    LLM,
+    Agent,
+    Capability,
+    Completion,
+    EngineError,
+    EpisodeSpec,
+    Limits,
+    Request,
+    delegate,
+    rollout,
+)
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
 from tapereel.agents.episode.llm import ModelFailed
 from tapereel.agents.rendering.renderer import Renderer
@@ -206,13 +217,15 @@ def played(program: list[Any], made: tuple[Renderer, int], seed: int, fork: Tape
         rollout(
             Puppet(program, engine),
             Echo,
-            0,
+            EpisodeSpec.of(
+                0,
+                seed=seed,
+                fork=fork,
+                retries=0,
+                limits=Limits(turns=TURNS, agent_seconds=None, system_seconds=None),
+                sampling=Sampling(max_tokens=6),
+            ),
             engine=engine,
-            seed=seed,
-            fork=fork,
-            retries=0,
-            limits=Limits(turns=TURNS, agent_seconds=None, system_seconds=None),
-            sampling=Sampling(max_tokens=6),
         )
     )
     assert tape.status == "finished", tape.cause
@@ -311,11 +324,13 @@ def acted(act: Any, made: tuple[Renderer, int] | None = None) -> tuple[Tape, Dic
         rollout(
             Acting(),
             Echo,
-            0,
+            EpisodeSpec.of(
+                0,
+                retries=0,
+                sampling=Sampling(max_tokens=6),
+                limits=Limits(turns=TURNS, agent_seconds=None, system_seconds=None),
+            ),
             engine=engine,
-            retries=0,
-            sampling=Sampling(max_tokens=6),
-            limits=Limits(turns=TURNS, agent_seconds=None, system_seconds=None),
         )
     )
     assert tape.status == "finished", tape.cause

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapereel.agents import ScriptedEngine
+from tapereel.agents import EpisodeSpec, ScriptedEngine, rollout
+from tapereel.agents.runs.group import run_all
 from tapereel.agents.runs.pass_at_k import (
     NothingInCommon,
     bootstrap,
@@ -28,8 +29,8 @@ from tapereel.agents.runs.pass_at_k import (
 )
 from tapereel.cli import main
 from tapereel.envs.load_named import load_named
-from tapereel.finetune.run.evaluation import Evaluation, evaluate
-from tapereel.tapes import Sampling, Task
+from tapereel.finetune.run.evaluation import Evaluation, specs_of
+from tapereel.tapes import Sampling, Tape, Task
 from tapereel.tapes.store.store import Store
 
 from ...cli import world
@@ -153,29 +154,26 @@ def test_labels_are_parts_of_the_whole():
     assert sum(part.tasks for part in scores.by_label.values()) == scores.tasks
 
 
-def _evaluated(store: Store, **options: Any) -> Evaluation:
+def _evaluated(store: Store, *, attempts: int = 1, k: Any = (), split: str = "eval") -> Evaluation:
     player, digits = load_named(f"{EXAMPLE}:player"), load_named(f"{EXAMPLE}:Digits")
     counting = load_named(f"{EXAMPLE}:counting")
     tasks = [Task(public=str(k), private=str((k + 1) % 10) if k else "x") for k in range(5)]
 
-    async def go() -> Evaluation:
-        return await evaluate(
-            player, digits, tasks, engine=ScriptedEngine(counting), sampling=Sampling(), journal=store.writer, **options
-        )
+    specs = specs_of(tasks, sampling=Sampling(), attempts=attempts, split=split)
+    return _played(player, digits, specs, counting, store.writer, k=k)
 
-    return asyncio.run(go())
+
+def _played(agent: Any, env: Any, specs: Any, model: Any, journal: Any = None, k: Any = ()) -> Evaluation:
+    async def play(spec: EpisodeSpec) -> Tape:
+        return await rollout(agent, env, spec, engine=ScriptedEngine(model), journal=journal)
+
+    return Evaluation.of(asyncio.run(run_all(specs, play)), k=k)
 
 
 def test_what_the_world_broke_is_unscored():
     """A 0 that the environment gave before it broke says nothing of the policy."""
-    broken = evaluate(
-        world.goes_on,
-        world.ScoresThreeAndBreaks,
-        list(world.few),
-        sampling=Sampling(),
-        engine=ScriptedEngine(lambda request: "6"),
-    )
-    found = asyncio.run(broken)
+    specs = specs_of(world.few, sampling=Sampling())
+    found = _played(world.goes_on, world.ScoresThreeAndBreaks, specs, lambda request: "6")
     assert (found.rewards, found.scored, found.mean) == ((None, 1.0), 1, 1.0)
     assert found.scores.unscored == 1
 

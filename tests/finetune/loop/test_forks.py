@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tapereel.agents import Capability, Completion, Request, rollout
+from tapereel.agents import Capability, Completion, EpisodeSpec, Request, rollout
 from tapereel.finetune.loop.history import Plan
 from tapereel.finetune.loop.loop_config import ForkConfig
 from tapereel.tapes import Tape
@@ -254,14 +254,12 @@ def test_a_fork_is_compared_by_hand_too(tmp_path: Path) -> None:
     async def main() -> list[Tape]:
         with Store.create(tmp_path / "run") as store:
             history = history_in(store, tmp_path, settings_of())
-            options: Any = {"engine": engine_of(history), "group": "g", "journal": store.writer}
-            root = await rollout(Speaker(), Letters(), "abc", seed=0, **options)
+            options: Any = {"engine": engine_of(history), "journal": store.writer}
+            root = await rollout(Speaker(), Letters(), EpisodeSpec.of("abc", seed=0, group="g"), **options)
+            one = EpisodeSpec.of("abc", group="g", fork=root.at_turn(1))
             return [
                 root,
-                *[
-                    await rollout(Speaker(), Letters(), "abc", seed=k, fork=root.at_turn(1), **options)
-                    for k in range(1, 4)
-                ],
+                *[await rollout(Speaker(), Letters(), EpisodeSpec.of(one, seed=k), **options) for k in range(1, 4)],
             ]
 
     tapes = asyncio.run(main())

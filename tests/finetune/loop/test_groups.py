@@ -16,7 +16,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tapereel.agents import Limits, ScriptedEngine, rollout, rollout_group
+from tapereel.agents import EpisodeSpec, Limits, ScriptedEngine, rollout, rollout_group
 from tapereel.agents.runs.group import Closing, Group, fill
 from tapereel.envs import Environment, Outcome
 from tapereel.envs.rewards import relative
@@ -103,12 +103,10 @@ def test_a_group_of_one_s_own_closes_at_its_deadline_too() -> None:
         rollout_group(
             Speaker(),
             lambda: Fate(next(fates)),
-            "t",
+            EpisodeSpec.of("t", seed=1, limits=ENDLESS),
             n=4,
-            seed=1,
             deadline=50.0,
             engine=ScriptedEngine(lambda request: "a"),
-            limits=ENDLESS,
         )
     )
     assert sorted(str(tape.status) for tape in tapes) == ["error", "error", "finished", "finished"]

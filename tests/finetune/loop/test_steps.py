@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tapereel.agents import LLM, Agent, ScriptedEngine, delegate, rollout
+from tapereel.agents import LLM, Agent, EpisodeSpec, ScriptedEngine, delegate, rollout
 from tapereel.finetune.loop.history import History, Plan
 from tapereel.finetune.loop.loop import SamplerMismatch, UnknownAgent
 from tapereel.finetune.loop.loop_config import LoopConfig
@@ -246,7 +246,7 @@ def demonstrations(store: Store, n: int = 6) -> list[str]:
     async def record() -> list[str]:
         engine = ScriptedEngine(lambda request: request.messages[-1]["content"], renderer=RENDERER)
         made = [
-            await rollout(Speaker(), Letters(), task, engine=engine, split="demo", journal=store.writer)
+            await rollout(Speaker(), Letters(), EpisodeSpec.of(task, split="demo"), engine=engine, journal=store.writer)
             for task in (tasks(2)(k) for k in range(n))
         ]
         return [tape.id for tape in made]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tapereel.agents import ScriptedEngine, rollout
+from tapereel.agents import EpisodeSpec, ScriptedEngine, rollout
 from tapereel.agents.engines.team_engine import TeamEngine
 from tapereel.envs import Environment, Outcome
 from tapereel.finetune.data.by_agent import addressed, apart, rewards_of
@@ -41,7 +41,7 @@ def tape_of(pays: dict[str, float], group: str = "g") -> Tape:
     voices = {
         path: ScriptedEngine(lambda _, said=said: said, renderer=RENDERER) for path, said in ((ALTO, "ab"), (BASS, "c"))
     }
-    return asyncio.run(rollout(Duet(), Given(), pays, engine=TeamEngine(voices), group=group))
+    return asyncio.run(rollout(Duet(), Given(), EpisodeSpec.of(pays, group=group), engine=TeamEngine(voices)))
 
 
 def read(tape: Tape) -> Any:
