@@ -12,7 +12,7 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
 from typing import Any, Literal, TypeVar, cast
@@ -178,11 +178,12 @@ class LLM(Clock):
                 log, f"{tape.scope!r} and the task both give a system prompt, and the model reads both: remove one"
             )
         schemas = tuple(tool_schema(tool) for tool in tools) if tools else None
-        exchange = _Exchange(self, self.engine, tape.scope, conversation, asked, schemas)
-        exchange.prepare(settings, seed, constraint, listener)
-        if on_prompt is not None and exchange.prompt is not None:
-            on_prompt(exchange.prompt)
-        reply = exchange.read(await exchange.sample())
+        heard = _SafeListener(listener) if listener is not None else None
+        question = _Question(self.engine, tape.scope, conversation, asked, schemas, settings, seed, constraint, heard)
+        call = self._prepare(question)
+        if on_prompt is not None and call.rendered is not None:
+            on_prompt(call.rendered.text)
+        reply = self._read(call, await self._sample(call))
         self.attribution.answered(tape.scope, reply)
         return reply
 
@@ -328,93 +329,52 @@ class LLM(Clock):
         except ValueError as error:
             raise RenderFailed(str(error)) from error
 
+    # One call: `_prepare` makes its request, `_sample` gets and records the answer, `_read` makes the reply
 
-class _Exchange:
-    """One model call. `prepare` makes the request, `sample` gets and records the answer, `read` makes the reply."""
-
-    def __init__(
-        self,
-        llm: LLM,
-        engine: Engine,
-        path: str,
-        conversation: str,
-        messages: Sequence[Message],
-        schemas: tuple[dict[str, JsonValue], ...] | None,
-    ) -> None:
-        self._llm, self._engine = llm, engine
-        self._path, self._conversation, self._messages, self._schemas = path, conversation, messages, schemas
-        self._timer = CallTimer(llm.timers)
-        self._listener: _SafeListener | None = None
-        self._partial: list[Completion] = []
-        """The completion up to a cancellation. Empty if the engine reported no partial completion."""
-
-    # prepare
-
-    def prepare(
-        self,
-        sampling: Sampling,
-        seed: int | None,
-        constraint: Constraint | None,
-        listener: Listener | None,
-    ) -> None:
+    def _prepare(self, question: _Question) -> _AskedCall:
         """Render the prompt, fit it into the limits, and number the call. Raises RenderFailed and LimitReached."""
-        llm, path, conversation = self._llm, self._path, self._conversation
-        if llm.recorder.shown or (self._engine.renderer is not None and "pictures" in self._engine.can):
-            self._check_sight()
-        rendered = llm._render(path, conversation, self._messages, self._schemas)
-        llm.asked += 1
-        rendered, sampling = self._fit(rendered, sampling)
-        call = llm.recorder.new_call_id()
+        engine, path, conversation = question.engine, question.path, question.conversation
+        if self.recorder.shown or (engine.renderer is not None and "pictures" in engine.can):
+            self._check_sight(question)
+        rendered = self._render(path, conversation, question.messages, question.tools)
+        self.asked += 1
+        rendered = self._fit(question, rendered)
+        call = self.recorder.new_call_id()
         stream = seed_stream(path, conversation)
-        number = llm._numbers[stream] = llm._numbers.get(stream, -1) + 1
-        seeds = partial(_seed, llm._seed, stream, seed)
-        answers = id(answering(self._engine, path))
-        llm._sent[answers] += 1
-        cache_key = f"{llm.recorder.tape}/{path}/{conversation}"
-        llm._cache_keys.add(cache_key)
-        self._listener = _SafeListener(listener) if listener is not None else None
+        number = self._numbers[stream] = self._numbers.get(stream, -1) + 1
+        seeds = partial(_seed, self._seed, stream, question.seed)
+        answers = id(answering(engine, path))
+        self._sent[answers] += 1
+        cache_key = f"{self.recorder.tape}/{path}/{conversation}"
+        self._cache_keys.add(cache_key)
+        timer, until_cancelled = CallTimer(self.timers), list[Completion]()
         request = Request(
-            messages=self._messages,
+            messages=question.messages,
             prompt=rendered.ids if rendered is not None else None,
             places=rendered.places if rendered is not None else (),
-            sampling=sampling,
+            sampling=question.sampling,
             seed=seeds(number),
-            tools=self._schemas,
-            constraint=constraint,
-            grammar=self._grammar(constraint, rendered, sampling) if constraint is not None else (),
+            tools=question.tools,
+            constraint=question.constraint,
+            grammar=_grammar(question, rendered),
             path=path,
-            number=llm._sent[answers] - 1,
+            number=self._sent[answers] - 1,
             cache_key=cache_key,
-            on_partial=self._partial.append,
-            on_start=self._timer.start,
-            picture=llm.recorder.picture,
-            listener=self._listener,
+            on_partial=until_cancelled.append,
+            on_start=timer.start,
+            picture=self.recorder.picture,
+            listener=question.listener,
         )
-        if llm._recorded is not None:
-            request = replace(request, seed=llm._recorded.seed_of(request, seeds))
-        tools = llm._conversations.tools_record(self._schemas)
-        self._pending = PendingCall(call, path, conversation, request, rendered, tools)
+        if self._recorded is not None:
+            request = replace(request, seed=self._recorded.seed_of(request, seeds))
+        tools = self._conversations.tools_record(question.tools)
+        return _AskedCall(call, path, conversation, request, rendered, tools, engine, timer, until_cancelled)
 
-    @property
-    def prompt(self) -> str | None:
-        """The prompt's text, or None if the engine has no renderer."""
-        rendered = self._pending.rendered
-        return rendered.text if rendered is not None else None
-
-    def _grammar(self, constraint: Constraint, rendered: Rendered | None, sampling: Sampling) -> Grammar:
-        """Return the grammar that the engine must enforce, or () if the engine or the model's format can't have one.
-
-        With `first_temperature`, an answer is sampled in two requests, and a grammar describes a whole answer."""
-        renderer = self._engine.renderer
-        if rendered is None or renderer is None or "grammar" not in self._engine.can or sampling.first_temperature:
-            return ()
-        return answer_grammar(constraint, self._schemas or (), renderer, rendered.text)
-
-    def _check_sight(self) -> None:
+    def _check_sight(self, question: _Question) -> None:
         """Raise RenderFailed if the messages contain a picture or video and the engine can't see. Also raise it if no
         step or request has shown the picture or video, for example because a model wrote this part of the message."""
-        engine, known = self._engine, self._llm.recorder.shown
-        for part in (part for message in self._messages for part in content_parts(message)):
+        engine, known = question.engine, self.recorder.shown
+        for part in (part for message in question.messages for part in content_parts(message)):
             shown = video_in(part) or known.get(str(part.get("media")))
             if "pictures" not in engine.can and shown is not None:
                 raise RenderFailed(f"the engine {engine.name!r} can't see, and the prompt holds {shown}: {BLIND}")
@@ -424,104 +384,106 @@ class _Exchange:
             if shown is None or plain != part_of(shown) or any(one.name not in known for one in pictures_of(shown)):
                 raise RenderFailed(f"no step shows the picture or video of the part {part!r:.200}")
 
-    def _fit(self, rendered: Rendered | None, base: Sampling) -> tuple[Rendered | None, Sampling]:
-        """Return (prompt, sampling), fitted into the limits. If `Limits.keep_prompt` is set, a prompt that is too long
-        is cut. max_tokens is reduced to the space that the prompt leaves in the context."""
-        limits = self._llm._limits
+    def _fit(self, question: _Question, rendered: Rendered | None) -> Rendered | None:
+        """Fit the question into the limits, and return its prompt. If `Limits.keep_prompt` is set, a prompt that is too
+        long is cut. max_tokens is reduced to the space that the prompt leaves in the context."""
+        limits, base = self._limits, question.sampling
         wanted = base.max_tokens
-        context = min(filter(None, (limits.context, self._engine.context)), default=None)
+        context = min(filter(None, (limits.context, question.engine.context)), default=None)
         most, keep = limits.prompt_tokens, limits.keep_prompt
         if keep is not None and context is not None:
             most = min(most or context, context - wanted)
         if most is not None and rendered is None:
             raise ModelFailed(
-                f"limits.prompt_tokens and limits.keep_prompt count tokens, and the engine {self._engine.name!r} works "
-                "with text only: remove them"
+                f"Limits.prompt_tokens and Limits.keep_prompt count tokens, and the engine {question.engine.name!r} "
+                "works with text only: remove them"
             )
         if most is not None and rendered is not None and len(rendered.ids) > most:
-            rendered = self._shortened(rendered, most, keep)
+            rendered = self._shortened(question, rendered, most)
         if context is not None and rendered is not None:
             room = context - len(rendered.ids)
             if room < 1:
                 sizes = f"the prompt has {len(rendered.ids)} tokens, the context {context}"
-                raise self._llm._latch(CauseType.CONTEXT, sizes)
+                raise self._latch(CauseType.CONTEXT, sizes)
             wanted = min(wanted, room)
-        return rendered, base if wanted == base.max_tokens else base.model_copy(update={"max_tokens": wanted})
+        if wanted != base.max_tokens:
+            question.sampling = base.model_copy(update={"max_tokens": wanted})
+        return rendered
 
-    def _shortened(self, whole: Rendered, most: int, keep: Literal["start", "end"] | None) -> Rendered:
-        """Return the prompt with as few messages left out as `most` tokens need. Raises LimitReached."""
-        prompts = list(shorter_prompts(self._messages, keep)) if keep is not None else []
-        fits = partial(self._rendered_within, most)
-        at = bisect_left(prompts, True, key=lambda messages: fits(messages) is not None)
-        found = fits(prompts[at]) if at < len(prompts) else None
+    def _shortened(self, question: _Question, whole: Rendered, most: int) -> Rendered:
+        """Leave out as few messages as a prompt of `most` tokens needs, and return this prompt. Raises LimitReached."""
+        keep = self._limits.keep_prompt
+        prompts = list(shorter_prompts(question.messages, keep)) if keep is not None else []
+
+        def within(messages: Sequence[Message]) -> Rendered | None:
+            found = self._render(question.path, question.conversation, messages, question.tools)
+            return found if found is not None and len(found.ids) <= most else None
+
+        at = bisect_left(prompts, True, key=lambda messages: within(messages) is not None)
+        found = within(prompts[at]) if at < len(prompts) else None
         if found is None:
             least = " without the messages that keep_prompt may leave out" if prompts else ""
             sizes = f"the prompt has {len(whole.ids)} tokens, and limits and context leave {max(most, 0)} for it{least}"
-            raise self._llm._latch(CauseType.CONTEXT, sizes)
-        left_out = len(self._messages) - len(prompts[at])
-        self._messages = prompts[at]
+            raise self._latch(CauseType.CONTEXT, sizes)
+        left_out = len(question.messages) - len(prompts[at])
+        question.messages = prompts[at]
         return replace(found, cut=len(whole.ids) - len(found.ids), cut_messages=left_out)
 
-    def _rendered_within(self, most: int, messages: Sequence[Message]) -> Rendered | None:
-        found = self._llm._render(self._path, self._conversation, messages, self._schemas)
-        return found if found is not None and len(found.ids) <= most else None
-
-    # sample and record
-
-    async def sample(self) -> Completion:
+    async def _sample(self, call: _AskedCall) -> Completion:
         """Sample the answer within the episode's token limit, and record the call, however it ends.
 
         Raises ModelFailed, LimitReached, and the first error that the caller's listener raised.
         """
-        llm, task = self._llm, asyncio.current_task()
+        task = asyncio.current_task()
         assert task is not None
         held = 0
-        llm._asking.add(task)
+        self._asking.add(task)
         try:
-            held = await self._take_tokens()
-            self._pending.request = _limited(self._pending.request, held)
-            completion, attempts = await self._complete()
+            held = await self._take_tokens(call.request)
+            call.request = _limited(call.request, held)
+            completion, attempts = await self._complete(call)
         except asyncio.CancelledError:
             # The call is recorded even without an answer: a replay must know that the agent asked and gave up.
-            self._record(self._partial[0] if self._partial else Completion(text=None), (), "cancelled")
+            found = call.until_cancelled[0] if call.until_cancelled else Completion(text=None)
+            self._record(call, found, (), "cancelled")
             raise
         except _Failed as failure:
-            self._record(Completion(text=None), failure.attempts, "error")
-            raise llm._failed(failure.error) from failure.error
+            self._record(call, Completion(text=None), failure.attempts, "error")
+            raise self._failed(failure.error) from failure.error
         else:
-            self._record(completion, attempts, completion.finish)
-            if llm._budget.spent:
-                llm._latch_tokens()
+            self._record(call, completion, attempts, completion.finish)
+            if self._budget.spent:
+                self._latch_tokens()
         finally:
             # This must also run after a cancellation. Tokens that are never returned would block concurrent calls
             # forever.
-            llm._budget.give(held)
-            llm._asking.discard(task)
-        if self._listener is not None and self._listener.error is not None:
-            raise self._listener.error
+            self._budget.give(held)
+            self._asking.discard(task)
+        listener = call.request.listener
+        if isinstance(listener, _SafeListener) and listener.error is not None:
+            raise listener.error
         return completion
 
-    async def _take_tokens(self) -> int:
+    async def _take_tokens(self, request: Request) -> int:
         """Take tokens for this call from the episode's limit, and return their number. Raises LimitReached if all are
         spent.
 
         In a replay, the engine decides how many tokens the call gets, from the recorded call. This number can't be
         computed again, because it depended on how long concurrent answers took, and no tape records that.
         """
-        llm, request = self._llm, self._pending.request
-        if llm._recorded is not None and llm._limits.tokens is not None:
-            recorded = await llm._recorded.granted(request, llm._budget)
+        if self._recorded is not None and self._limits.tokens is not None:
+            recorded = await self._recorded.granted(request, self._budget)
             if recorded is not None:
-                return llm._budget.hold(recorded)
-        held = await llm._budget.take(request.sampling.max_tokens)
+                return self._budget.hold(recorded)
+        held = await self._budget.take(request.sampling.max_tokens)
         if held < 1:
-            llm.asked -= 1
-            raise llm.latched or llm._latch_tokens()
+            self.asked -= 1
+            raise self.latched or self._latch_tokens()
         return held
 
-    async def _complete(self) -> tuple[Completion, tuple[Attempt, ...]]:
+    async def _complete(self, call: _AskedCall) -> tuple[Completion, tuple[Attempt, ...]]:
         """Return the completion and all attempts. Raises _Failed if a retry wouldn't help or all retries failed."""
-        request, timer = self._pending.request, self._timer
+        request, timer = call.request, call.timer
         attempts: list[Attempt] = []
         timer.call()
         was = guest.get()
@@ -529,10 +491,10 @@ class _Exchange:
         try:
             while True:
                 try:
-                    completion = await fire.complete(self._engine, request)
+                    completion = await fire.complete(call.engine, request)
                 except EngineError as error:
                     attempts += error.attempts or (timer.attempt(error_text(error)),)
-                    if isinstance(error, PromptTooLong) or not error.retry or len(attempts) > self._llm._retries:
+                    if isinstance(error, PromptTooLong) or not error.retry or len(attempts) > self._retries:
                         raise _Failed(error, tuple(attempts)) from error
                     if request.listener is not None:
                         request.listener.again()
@@ -540,44 +502,34 @@ class _Exchange:
                     timer.begin()
                 else:
                     attempts += completion.attempts or (timer.attempt(),)
-                    return self._stopped(completion), tuple(attempts)
+                    return _stopped(call, completion), tuple(attempts)
         finally:
             guest.set(was)
             timer.end()
 
-    def _stopped(self, completion: Completion) -> Completion:
-        """Return the completion, cut at the first stop string."""
-        stops: Any = self._pending.request.sampling.extra.get("stop")
-        if not stops:
-            return completion
-        renderer = self._engine.renderer
-        return cut_at_stop(completion, stops, renderer.decode if renderer is not None else None)
-
-    def _record(self, completion: Completion, attempts: tuple[Attempt, ...], finish: Finish) -> None:
+    def _record(self, call: _AskedCall, completion: Completion, attempts: tuple[Attempt, ...], finish: Finish) -> None:
         """Count the sampled tokens and record the call."""
         ids = completion.ids
-        self._llm._budget.used += len(ids) if ids is not None else completion.usage.completion_tokens or 0
-        self._llm._conversations.write(self._pending, completion, attempts, finish=finish)
+        self._budget.used += len(ids) if ids is not None else completion.usage.completion_tokens or 0
+        self._conversations.write(call, completion, attempts, finish=finish)
 
-    # read
-
-    def read(self, completion: Completion) -> Reply:
+    def _read(self, call: _AskedCall, completion: Completion) -> Reply:
         """Return the agent's reply. It has function calls if tools were offered or the engine parsed some."""
         text, cut = completion.text or "", completion.finish in ("length", "abort")
-        call, renderer, prompt = self._pending.call, self._engine.renderer, self.prompt or ""
-        native = completion.tool_calls
-        schemas = None if native else self._schemas
+        renderer, prompt = call.engine.renderer, call.rendered.text if call.rendered is not None else ""
+        native, tools = completion.tool_calls, call.request.tools
+        schemas = None if native else tools
         if renderer is None:
             read = HermesReader().read(text, schemas, prompt=prompt, cut=cut)
         else:
             read = renderer.read(text, schemas, ids=completion.ids, prompt=prompt, cut=cut)
         if native:
-            called = read_tool_calls(text, self._schemas or (), native=native, cut=cut)
+            called = read_tool_calls(text, tools or (), native=native, cut=cut)
             read = replace(called, reasoning=read.reasoning, answer=read.answer)
         return Reply(
             text,
             completion.finish,
-            call,
+            call.call,
             read.calls,
             read.content,
             read.problem,
@@ -585,6 +537,52 @@ class _Exchange:
             read.reasoning,
             read.answer,
         )
+
+
+@dataclass(slots=True)
+class _Question:
+    """What an agent asks. `LLM` may shorten the messages and reduce max_tokens, to fit them into the limits."""
+
+    engine: Engine
+    path: str
+    conversation: str
+    messages: Sequence[Message]
+    tools: tuple[dict[str, JsonValue], ...] | None
+    sampling: Sampling
+    seed: int | None
+    constraint: Constraint | None
+    listener: _SafeListener | None
+
+
+@dataclass(slots=True)
+class _AskedCall(PendingCall):
+    """A call that an engine answers."""
+
+    engine: Engine
+    timer: CallTimer
+    until_cancelled: list[Completion]
+    """The completion up to a cancellation. Empty if the engine reported no partial completion."""
+
+
+def _grammar(question: _Question, rendered: Rendered | None) -> Grammar:
+    """Return the grammar that the engine must enforce, or () if the engine or the model's format can't have one.
+
+    With `first_temperature`, an answer is sampled in two requests, and a grammar describes a whole answer."""
+    engine, constraint = question.engine, question.constraint
+    if constraint is None or rendered is None or engine.renderer is None:
+        return ()
+    if "grammar" not in engine.can or question.sampling.first_temperature:
+        return ()
+    return answer_grammar(constraint, question.tools or (), engine.renderer, rendered.text)
+
+
+def _stopped(call: _AskedCall, completion: Completion) -> Completion:
+    """Return the completion, cut at the first stop string."""
+    stops: Any = call.request.sampling.extra.get("stop")
+    if not stops:
+        return completion
+    renderer = call.engine.renderer
+    return cut_at_stop(completion, stops, renderer.decode if renderer is not None else None)
 
 
 def _sampling(base: Sampling, **given: float | None) -> Sampling:
