@@ -337,7 +337,7 @@ def check_models(engines: Iterable[AnyEngineConfig]) -> None:
 
 
 @dataclass(frozen=True)
-class Made:
+class LoadedEngine:
     """An engine and the identity of its weights."""
 
     engine: Engine
@@ -358,23 +358,23 @@ def warn_of_faults(renderer: Renderer | None, sampling: Sampling | None = None, 
         log.warning("these rollouts can't be used for RL: %s", sampling.inexact)
 
 
-async def make_engine(config: AnyEngineConfig) -> Made:
+async def make_engine(config: AnyEngineConfig) -> LoadedEngine:
     """Create the engine that `config` describes. Raises EngineError for an unusable server."""
     if isinstance(config, ScriptedConfig):
         renderer = None if config.tokenizer is None else config.renderer.load(config.tokenizer)
-        return Made(ScriptedEngine(_script(config), renderer=renderer), None)
+        return LoadedEngine(ScriptedEngine(_script(config), renderer=renderer), None)
     if isinstance(config, EmbeddedConfig):
         return _embedded(config)
     if isinstance(config, LiteLLMConfig):
         from ..engines.servers.litellm_engine import LiteLLMEngine
 
         try:
-            return Made(LiteLLMEngine(config.model, **config.model_dump(exclude={"kind", "model"})), None)
+            return LoadedEngine(LiteLLMEngine(config.model, **config.model_dump(exclude={"kind", "model"})), None)
         except ValueError as error:
             raise UsageError(f"engine: {error}") from error
     if isinstance(config, CustomConfig):
-        return Made(config.make(), None)
-    return Made(await connect_to(config), None)
+        return LoadedEngine(config.make(), None)
+    return LoadedEngine(await connect_to(config), None)
 
 
 async def connect_to(
@@ -411,7 +411,7 @@ def _script(config: ScriptedConfig) -> Sequence[str] | Policy:
     return cast(Policy, load_function(config.policy, "a function from a Request to an answer"))
 
 
-def _embedded(config: EmbeddedConfig) -> Made:
+def _embedded(config: EmbeddedConfig) -> LoadedEngine:
     from ..engines.embedded.pretrained import load_pretrained, weights_digest
 
     try:
@@ -434,4 +434,4 @@ def _embedded(config: EmbeddedConfig) -> Made:
         capacity=config.capacity,
         copy=False,
     )
-    return Made(engine, Publish(version=version, digest=digest, mode="start", at=time.time()), weights)
+    return LoadedEngine(engine, Publish(version=version, digest=digest, mode="start", at=time.time()), weights)

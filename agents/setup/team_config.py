@@ -21,7 +21,7 @@ from .engine_config import (
     AnyEngineConfig,
     EmbeddedConfig,
     EngineConfig,
-    Made,
+    LoadedEngine,
     RenderedConfig,
     ScriptedConfig,
     make_engine,
@@ -153,9 +153,9 @@ def team_of(
     return TeamEngine({REST: engine, **seats}, lent=[engines[name] for name in lent])
 
 
-async def make_partners(players: Mapping[str, ModelConfig]) -> dict[str, Made]:
+async def make_partners(players: Mapping[str, ModelConfig]) -> dict[str, LoadedEngine]:
     """Create an engine for each player. If creating an engine fails, close the others and raise the error."""
-    made: dict[str, Made] = {}
+    made: dict[str, LoadedEngine] = {}
     try:
         for name, player in players.items():
             made[name] = await make_engine(player.engine)

@@ -14,7 +14,7 @@ import torch
 
 from ...agents.engines.embedded.pretrained import weights_digest
 from ...agents.engines.engine import Engine, TrainableEngine
-from ...agents.setup.engine_config import Made
+from ...agents.setup.engine_config import LoadedEngine
 from ...agents.setup.team_config import make_partners, team_of
 from ...tapes.common.progress import Progress
 from ...tapes.records import Use
@@ -51,7 +51,7 @@ class Team:
         self._phases: dict[str, Phases] = {}
         self.histories: dict[str, History] = {}
         """The history of each trained player, by name. Its model has the base weights until `restore`."""
-        self.frozen: dict[str, Made] = {}
+        self.frozen: dict[str, LoadedEngine] = {}
         """The engine of each frozen player, by name. The dictionary is empty outside of `opened`."""
 
     def load_compared(self, loop: LoopConfig, recipe: Recipe) -> None:

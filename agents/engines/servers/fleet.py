@@ -58,15 +58,15 @@ class Member:
     sync: WeightSync
     ready: bool = True
     """Whether the server has the newest weights. If not, nothing is sampled there."""
-    given: float = 0.0
-    """`time.monotonic()` when the server, and no other, had last got the newest weights, or infinity while it gets
-    them. Requests that were sent to it earlier are asked again. It was restarted, and ends them, perhaps without a
-    token."""
+    synced: float = 0.0
+    """`time.monotonic()` when the newest weights had last been sent to this server alone, or infinity while they are
+    being sent. Requests that were sent to it earlier are asked again. It was restarted, and ends them, perhaps without
+    a token."""
 
 
 Enrol = Callable[[str], Awaitable[Member]]
 """Connects to the server at an address. Raises EngineError if it can't take part."""
-Give = Callable[[Member], Awaitable[bool]]
+SendWeights = Callable[[Member], Awaitable[bool]]
 """Sends the newest weights to one member. Returns False if there are none yet. Raises EngineError or PublishFailed."""
 
 
@@ -80,9 +80,9 @@ class Fleet:
         *,
         version: str,
         stats: RemoteStats,
-        give: Give | None = None,
+        send: SendWeights | None = None,
     ) -> None:
-        """`version` names the weights that the members have now. `give` is None if this engine never replaces them."""
+        """`version` names the weights that the members have now. `send` is None if this engine never replaces them."""
         self.members = list(members)
         self.version = version
         self.versions = {version: 0}
@@ -100,14 +100,14 @@ class Fleet:
         engine."""
         self.written: list[Path] = []
         """Folders with published weights, the oldest first."""
-        self._give = give
+        self._send = send
         self._config = config
         self._stats = stats
         self._wellness = Wellness()
         self._left: list[Server] = []
         """Servers that the file of addresses no longer names. Their requests in flight may end."""
         self._watching: asyncio.Task[None] | None = None
-        self._told: dict[str, str] = {}
+        self._warned: dict[str, str] = {}
         """For each address that can't take part, the reason that was logged last."""
         self._temporary: Path | None = None
         if config.weights_folder is None:
@@ -148,12 +148,12 @@ class Fleet:
         """Raise ForeignWeights if an answer can't be used because the server was left out after `sent`, the request's
         `time.monotonic()`, or got the newest weights again only then."""
         member = self.of(server)
-        if member is not None and not (member.ready and member.given < sent):
+        if member is not None and not (member.ready and member.synced < sent):
             raise ForeignWeights(f"{server} lost the run's weights while it sampled", retry=True)
 
     # -- servers that are away --------------------------------------------------------------------------------------
 
-    async def there(self) -> None:
+    async def wait_until_healthy(self) -> None:
         """Wait until a member answers on `/health`, and leave out those that don't. A weight sync needs this, since its
         steps aren't repeated."""
         async with self.stopping():
@@ -224,7 +224,7 @@ class Fleet:
     async def publish(self, state: Mapping[str, Tensor], version: str, mode: PublishMode) -> None:
         """Replace the weights of all members that sample (see `RemoteEngine.sync_weights`)."""
         check_weights(state, Path(self._config.model))
-        await self.there()
+        await self.wait_until_healthy()
         async with self.publishing, self.stopping():
             folder = self.folder_of(version)
             await asyncio.to_thread(write_weights, state, folder, Path(self._config.model))
@@ -261,7 +261,7 @@ class Fleet:
                 await asyncio.to_thread(shutil.rmtree, self.written.pop(0), True)
 
     async def send_again(self, member: Member) -> bool:
-        """Send the published weights to this member alone (see `Give`)."""
+        """Send the published weights to this member alone (see `SendWeights`)."""
         if not self.written:
             return False
         await member.sync.init()
@@ -277,14 +277,14 @@ class Fleet:
             raise EngineStopped(str(error), "model") from error
         async with self.publishing, self.stopping():
             member = self.of(server)
-            if member is None or not member.ready or sent < member.given:
+            if member is None or not member.ready or sent < member.synced:
                 return  # restored by another request, or left out
             if await weight_version(server) == self.version:
                 return  # restored by a weight sync
             log.warning("%s has other weights than the run, and gets the weights of %s again", server, self.version)
             self.moment += 1
             try:
-                await self.give(member)
+                await self.send_newest(member)
             except BaseException as failed:
                 if len(self.ready) == 1 or not isinstance(failed, Exception):
                     self.broken = failed if isinstance(failed, Exception) else RuntimeError(repr(failed))
@@ -292,19 +292,19 @@ class Fleet:
                 await self.leave_out(member, failed)
             self.moment += 1
 
-    async def give(self, member: Member) -> bool:
+    async def send_newest(self, member: Member) -> bool:
         """Send the newest weights to this member alone. Returns False if there are none yet. Raises EngineError,
         PublishFailed or ServerFailed.
 
         If this engine never replaces weights, the member must have the right ones already."""
-        member.given = math.inf
-        if self._give is None:
+        member.synced = math.inf
+        if self._send is None:
             found = await weight_version(member.server)
             if found is not None and found != self.version:
                 raise EngineError(f"it has the weights {found!r}, and the run samples with {self.version!r}")
-        elif not await self._give(member):
+        elif not await self._send(member):
             return False
-        member.given = time.monotonic()
+        member.synced = time.monotonic()
         return True
 
     # -- members that join and leave --------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class Fleet:
     def watch(self, enrol: Enrol, away: Iterable[str] = ()) -> None:
         """Begin to look at the servers that are left out, and at the file of addresses, every `LOOK_AGAIN` seconds.
         `away` are addresses in the file that didn't answer."""
-        self._told = dict.fromkeys(away, "it doesn't answer")
+        self._warned = dict.fromkeys(away, "it doesn't answer")
         for url in away:
             log.warning("%s is left out until it answers", url)
         self._watching = asyncio.create_task(self._watch(enrol))
@@ -331,9 +331,9 @@ class Fleet:
         lines, problem = read_addresses(urls)
         named = [Server(url).url for url in lines]
         if problem is None:
-            self._told.pop(urls, None)
+            self._warned.pop(urls, None)
         else:
-            self._tell(urls, str(problem))
+            self._warn(urls, str(problem))
         known = {member.server.url: member for member in self.members}
         for url in known.keys() - set(named) if problem is None else ():
             # The last server that samples stays until another one has its weights.
@@ -361,9 +361,9 @@ class Fleet:
 
     async def _admit(self, member: Member) -> None:
         async with self.publishing:
-            if self.sleeper.state == "awake" and await self.give(member):
+            if self.sleeper.state == "awake" and await self.send_newest(member):
                 member.ready = True
-                self._told.pop(member.server.url, None)
+                self._warned.pop(member.server.url, None)
                 log.warning("%s has the weights of %s and samples from now on", member.server, self.version)
 
     async def _enter(self, url: str, entering: Awaitable[None]) -> None:
@@ -372,11 +372,11 @@ class Fleet:
         try:
             await entering
         except Exception as error:
-            self._tell(url, str(error) if isinstance(error, TapereelError) else error_text(error))
+            self._warn(url, str(error) if isinstance(error, TapereelError) else error_text(error))
 
-    def _tell(self, subject: str, why: str) -> None:
-        if self._told.get(subject) != why:
-            self._told[subject] = why
+    def _warn(self, subject: str, why: str) -> None:
+        if self._warned.get(subject) != why:
+            self._warned[subject] = why
             log.warning("%s can't take part yet: %s", subject, why)
 
     async def close(self) -> None:

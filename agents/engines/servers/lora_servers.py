@@ -127,7 +127,7 @@ class AdapterEngine(RemoteEngine):
                 f"publish mode {mode!r}: a completion keeps the adapter that it began with, so adapters "
                 "are published with drain (it ends with it) or abort (it ends now)"
             )
-        await self.fleet.there()
+        await self.fleet.wait_until_healthy()
         async with self.fleet.publishing, self.fleet.stopping():
             folder = self.fleet.folder_of(version)
             await asyncio.to_thread(write_adapter, state, folder, self._adapters, Path(self._config.model))
@@ -155,7 +155,7 @@ class AdapterEngine(RemoteEngine):
         finally:
             await super().close()
 
-    async def _give(self, member: Member) -> bool:
+    async def _send_newest(self, member: Member) -> bool:
         """Load the current adapter on one server. The base weights must be the right ones already."""
         base = await weight_version(member.server)
         if base != self._base_label:

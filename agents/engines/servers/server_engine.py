@@ -137,8 +137,8 @@ class RemoteEngine:
         can |= {"weights"} if takes_weights else set()
         self.can = frozenset(can)
         members = [Member(server, sync) for server, sync in zip(servers, syncs, strict=True)]
-        give = self._give if takes_weights else None
-        self.fleet = Fleet(members, config, version=version, stats=self.stats, give=give)
+        send = self._send_newest if takes_weights else None
+        self.fleet = Fleet(members, config, version=version, stats=self.stats, send=send)
         self._dialect = dialect
         self._renderer = renderer
         self._config = config
@@ -258,7 +258,7 @@ class RemoteEngine:
             raise ValueError(f"{self.name} takes no weights: it was connected for sampling only")
         await self.fleet.publish(state, version, mode)
 
-    async def _give(self, member: Member) -> bool:
+    async def _send_newest(self, member: Member) -> bool:
         """Send the newest weights to one server (see `fleet.Give`)."""
         return await self.fleet.send_again(member)
 
