@@ -153,8 +153,8 @@ def settings(case: str, model: Path, updates: int) -> dict[str, Any]:
 def measured(case: str, folder: Path, updates: int) -> dict[str, Any]:
     import torch
 
-    from tapereel.agents.setup.profiles import fitted
     from tapereel.finetune.api.estimate import estimate
+    from tapereel.finetune.loop.profiles import fitted
     from tapereel.finetune.run.train_config import TrainConfig
     from tapereel.finetune.run.train_run import train
 

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,6 +85,11 @@ def given(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
 
 _FLAGS = {"tape": "a tape", "imports": "--import", "updates": "--update", "agents": "--agent"}
 """How attributes of `args` are spelled on the command line, if they have different names there."""
+
+
+def command(verb: str, *arguments: str) -> str:
+    """Return a command line, quoted for a shell."""
+    return " ".join(("tapereel", verb, *map(shlex.quote, arguments)))
 
 
 def check_target(flag: str, path: str | Path | None) -> None:

@@ -14,7 +14,7 @@ from ..tapes.common.config import Setting, setting_key
 from ..tapes.errors import UsageError
 from ..tapes.store.lease import end_lease
 from ..tapes.store.run_directory import CONFIG
-from ..tapes.view.overview import command
+from .console import command
 
 SCRIPTED = ("engine.answers", "engine.policy")
 """Settings that select the scripted engine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import ipaddress
 import os
@@ -28,6 +29,9 @@ os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"tapereel-te
 # A machine may be slow, or busy with something else.
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
+
+
+importlib.import_module("tapereel.remedies")  # as in `import tapereel as tr` and on the command line
 
 
 class NetworkRefused(RuntimeError):

@@ -258,7 +258,7 @@ class CapableEngine(TrainableEngine, Protocol):
         ...
 
     async def sleep(self) -> None:
-        """For the capability `sleep`: free the GPU memory while the trainer computes (`loop.sleep`). Requests in flight
+        """For the capability `sleep`: free the GPU memory while the trainer computes. Requests in flight
         end as `abort`, and later ones raise EngineError until `wake`. Does nothing if the engine is already asleep."""
         ...
 

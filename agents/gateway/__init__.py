@@ -1,7 +1,7 @@
 """The gateway serves the APIs of OpenAI and Anthropic. It makes any program an agent, and records tapes for replay and
 training.
 
-`Program` starts one program per episode, inside a rollout or the training loop. `tapereel serve gateway` serves
+`Program` starts one program per episode, inside a rollout or the training loop. `gateway_control` serves
 programs that are started elsewhere. The gateway needs the extra `http`.
 """
 

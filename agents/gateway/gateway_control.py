@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, Valid
 from ...envs import Environment, Outcome
 from ...tapes import Answer, CauseType, Sampling, Status, Step, StoreFailed, Tape, Task, Text
 from ...tapes.common.http_service import BODY, Handler, web
+from ...tapes.common.remedies import remedy
 from ...tapes.common.stats import REWARD_LIMIT
 from ...tapes.common.text import logger
 from ...tapes.errors import TapereelError
@@ -363,7 +364,7 @@ class Control(Gateway):
             return self._open[tape]
         if tape in self._done:
             raise Refused(
-                409, f"tape {tape} has ended; score it later with `tapereel replay rewards`", code="tape_ended"
+                409, f"tape {tape} has ended; score it later with {remedy('rescore', '`rescore`')}", code="tape_ended"
             )
         raise Refused(404, f"there is no open tape {tape}")
 

@@ -25,6 +25,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ...tapes import BadPicture, Picture, Sampling, StoreFailed, Tape
+from ...tapes.common.remedies import remedy
 from ...tapes.common.text import warn_once
 from ...tapes.messages import image_of, text_of
 from ...tapes.records import Call, Message
@@ -295,10 +296,10 @@ class Session:
         if self.closed:
             raise ended()
         if self._embeddings is None:
+            own = "`Program(..., embeddings=URL)`"
             raise Refused(
                 404,
-                "this gateway makes no embeddings: name a server that does, with `tapereel serve gateway --embeddings "
-                "URL` or `Program(..., embeddings=URL)`",
+                f"this gateway makes no embeddings: name a server that does, with {remedy('embeddings', own)}",
                 param="embeddings",
             )
         self.heard_at = time.monotonic()

@@ -467,8 +467,7 @@ class Renderer:
         return f"the chat template drops the {' and '.join(lost)} of tools: {_REPLACE}" if lost else ""
 
     def probe(self) -> list[str]:
-        """Return sentences about the parts of history that this template rewrites or can't render. `tapereel check
-        model` prints them."""
+        """Return sentences about the parts of history that this template rewrites or can't render."""
         return self._template.findings()
 
     def _mark(

@@ -21,6 +21,7 @@ from ...tapes import Action, Observation, Status, Tape
 from ...tapes.audit.checking import check_run
 from ...tapes.audit.verdict import Likely, Verdict, Verdicts, differences, diverged, plain, unverifiable, verified
 from ...tapes.common.progress import Progress, silent
+from ...tapes.common.remedies import remedy
 from ...tapes.common.run_async import run_async
 from ...tapes.errors import UsageError
 from ...tapes.messages import ENV
@@ -170,9 +171,10 @@ def _unable(tape: Tape, turn: int | None) -> str | None:
     """Return the reason why the tape or its turn `turn` can't be replayed, or None if it can."""
     unknown = next((step for step in tape if isinstance(step, Unknown)), None)
     if unknown is not None:
+        own = "import its environment's module"
         return (
             f"no imported module defines the step kind {unknown.original!r}, so the agent can't be shown the "
-            "recorded step: import its environment's module (on the command line: `--import MODULE`)"
+            f"recorded step: {remedy('import', own)}"
         )
     if any(call.cut and not call.cut_messages for call in tape.calls):
         return "an older version cut its prompts in the middle of a message, and this one leaves out whole messages"

@@ -142,7 +142,7 @@ class SlotsConfig(RenderedConfig):
 
     slots: int = Field(default=64, ge=1)
     """Maximum number of concurrent completions in an embedded engine. Further requests wait. With another kind of
-    engine, this is used only if evaluation.engine=own, for the embedded engine that then samples held-out tasks."""
+    engine, this is used only by an embedded engine of an evaluation's own."""
     capacity: int | None = Field(default=None, ge=2)
     """Maximum length of a prompt and its completion together, in tokens, in the embedded engine. None means the
     model's limit, but at most 4,096."""
@@ -184,7 +184,7 @@ class EmbeddedConfig(SlotsConfig, ComputeConfig):
 class ServerConfig(SlotsConfig, OptionsConfig, ServerSettings):
     """vLLM or SGLang servers that serve one model.
 
-    `tapereel serve model` starts vLLM with the required flags. If `urls` is empty, the run starts vLLM itself. No
+    The servers need certain flags. If `urls` is empty, the run starts vLLM itself. No
     test has run SGLang on a GPU yet.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from math import inf, prod
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -87,7 +87,7 @@ class Default(NamedTuple):
     """A setting, its value in each profile, and the source of the values for pretrained models."""
 
     key: str
-    """The key in the configuration of `train`."""
+    """The key in the configuration."""
     tiny: Any
     small: Any
     large: Any
@@ -96,74 +96,35 @@ class Default(NamedTuple):
     """A warning is logged if the user's value is off by more than this factor. 0 means no warning."""
     adapted: Any
     """The value for adapters on a pretrained model. None means that adapters have no value of their own."""
-    body: str | None = None
-    """For a setting of the critic, this row applies to critics with this `body`. None for all other settings."""
 
 
-PROFILES: tuple[Default, ...] = (
-    Default("loop.optimiser.lr", 3e-4, 1e-6, 1e-6, "TRL's GRPOConfig; LoRA Without Regret", 10, 1e-5),
-    Default("loop.optimiser.schedule", {}, {"warmup": 10}, {"warmup": 10}, "verl's DAPO on 7B", 0, None),
-    Default("loop.optimiser.gradient_checkpointing", False, True, True, "TRL's GRPOConfig", 0, None),
-    Default("loop.group_size", 16, 8, 16, "TRL's GRPOConfig: 8; DAPO: 16", 4, None),
-    Default("loop.sampling.max_tokens", 64, 1024, 2048, "verl's GSM8K: 1024; DAPO on 7B: 2048", 8, None),
-    Default("loop.limits.turns", 8, 10, 10, "verifiers' ToolEnv", 0, None),
-    Default("loop.limits.agent_seconds", 120.0, 600.0, 600.0, "10 turns of 2048 tokens at 34 a second", 0, None),
-    Default("loop.limits.system_seconds", 600.0, 1800.0, 1800.0, "three times the agent's seconds", 0, None),
-    Default("loop.group_deadline", 300.0, 1800.0, 1800.0, "as long as the rest of an episode may take", 0, None),
-    Default("warm.optimiser.lr", 3e-3, 2e-5, 2e-5, "TRL's SFTConfig; LoRA Without Regret", 10, 2e-4),
-    Default("warm.optimiser.gradient_checkpointing", False, True, True, "TRL's SFTConfig", 0, None),
-    Default("engine.slots", 64, 16, 16, "a float32 KV cache of 64 times 4096 tokens fits on no GPU", 0, None),
-    Default("evaluation.fraction", 0.25, 0.1, 0.1, "a tenth of few tasks is too few to see a rise", 0, None),
-    Default("evaluation.engine", None, "loop", "loop", "another copy of the weights costs memory", 0, None),
-    Default("loop.critic.optimiser.lr", 1e-3, 1e-5, 1e-5, "verl's critic; LoRA Without Regret", 10, 1e-4, "own"),
-    Default("loop.critic.optimiser.lr", 1e-3, 1e-3, 1e-3, "a new head learns from scratch", 10, None, "policy"),
-    Default("loop.critic.optimiser.schedule", {}, {"warmup": 10}, {"warmup": 10}, "as the policy's", 0, None, "own"),
-    Default("loop.critic.optimiser.gradient_checkpointing", False, True, True, "as the policy's", 0, None, "own"),
+EPISODES: tuple[Default, ...] = (
+    Default("sampling.max_tokens", 64, 1024, 2048, "verl's GSM8K: 1024; DAPO on 7B: 2048", 8, None),
+    Default("limits.turns", 8, 10, 10, "verifiers' ToolEnv", 0, None),
+    Default("limits.agent_seconds", 120.0, 600.0, 600.0, "10 turns of 2048 tokens at 34 a second", 0, None),
+    Default("limits.system_seconds", 600.0, 1800.0, 1800.0, "three times the agent's seconds", 0, None),
 )
+"""The settings of episodes."""
+SLOTS = Default("engine.slots", 64, 16, 16, "a float32 KV cache of 64 times 4096 tokens fits on no GPU", 0, None)
 
 
 def fitted(config: ConfigT) -> ConfigT:
-    """Return the configuration with each unset setting filled from the profile.
+    """Return the configuration of a run with each unset setting filled from the profile.
 
     Logs which profile applies and why. Also logs a warning for each number that is far from the profile's number.
-    Hosted models and models that aren't on this machine have no profile. If a trained player has no optimiser settings,
-    it gets the loop's settings from the user. The profile of the player's own model fills the others.
+    Hosted models and models that aren't on this machine have no profile.
     """
-    whole: Any = config
-    made: Any = _filled(config, [row for row in PROFILES if row.body is None], config)
-    for name, player in _trained(config).items():
-        if player.optimiser is None and "optimiser" in player.model_fields_set:
-            continue  # recorded as unset, so that the loop's optimiser applies
-        own = player.model_copy(update={"optimiser": player.optimiser or whole.loop.optimiser})
-        own = _filled(own, [row for row in PROFILES if row.key.startswith("loop.optimiser.")], own, f"players.{name}.")
-        if own.optimiser != (player.optimiser or made.loop.optimiser):
-            made = made.model_copy(update={"players": {**made.players, name: own}})
-    return fit_critic(made)
+    return fill(config, [*EPISODES, SLOTS], config)
 
 
-def fit_critic(config: ConfigT) -> ConfigT:
-    """Return the configuration with the unset settings of `loop.critic` filled from the profile of the largest trained
-    model. Without a critic, the configuration is unchanged."""
-    whole: Any = config
-    critic = getattr(getattr(whole, "loop", None), "critic", None)
-    if critic is None:
-        return config
-    shapes = [(shape_of(one.engine.model), one) for one in (whole, *_trained(whole).values())]
-    largest = max(shapes, key=lambda found: inf if found[0] is None else found[0].parameters)[1]
-    return _filled(config, [row for row in PROFILES if row.body == critic.body], largest)
-
-
-def _trained(config: Any) -> dict[str, Any]:
-    """Return the players that are trained. The configuration of `run` has none."""
-    return {name: one for name, one in getattr(config, "players", {}).items() if not getattr(one, "frozen", True)}
-
-
-def _filled(config: ConfigT, rows: Iterable[Default], policy: Any, above: str = "") -> ConfigT:
-    """Return the configuration with the unset settings in `rows` filled from the profile of `policy`'s model.
+def fill(config: ConfigT, rows: Iterable[Default], policy: object, above: str = "") -> ConfigT:
+    """Return the configuration with the unset settings in `rows` filled from the profile of the model that `policy`,
+    which has an engine and perhaps a trainer, names.
 
     `above` is the prefix of the settings' names in log messages.
     """
-    engine, trainer = policy.engine, getattr(policy, "trainer", None)
+    engine: Any = getattr(policy, "engine")  # noqa: B009
+    trainer = getattr(policy, "trainer", None)
     model = None if engine.kind == "litellm" else getattr(engine, "model", None)
     lora = getattr(trainer, "lora", None) is not None
     if model is None or local_folder(model) is None:
@@ -174,9 +135,7 @@ def _filled(config: ConfigT, rows: Iterable[Default], policy: Any, above: str = 
         name = "tiny" if shape.body < TINY else "large" if shape.parameters >= LARGE else "small"
         size = f"{shape.parameters:,} weights"
     filled: list[str] = []
-    for key, tiny, small, large, source, factor, adapted, _ in rows:
-        # In the configuration of `run`, the loop's limits and sampling are settings at the top level.
-        key = key if "loop" in type(config).model_fields else key.removeprefix("loop.")
+    for key, tiny, small, large, source, factor, adapted in rows:
         if "checkpointing" in key and (shape is None or shape.drops):
             continue  # the trainer refuses checkpointing for a model with dropout
         value = {"tiny": tiny, "small": small, "large": large}[name]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from ...tapes.common.config import dump_config, load_config
 from ...tapes.common.stats import fixed
 from ...tapes.errors import UsageError
-from ...tapes.view.overview import checks, command, next_commands
-from ..console import Exit, Section, answer
+from ...tapes.view.overview import checks, next_commands
+from ..console import Exit, Section, answer, command
 from ..episode_lines import say_episode
 from ..progress_bars import live_progress
 from ..scene_arguments import add_config_arguments, add_resume_arguments, resumable, take_over

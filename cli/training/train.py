@@ -14,8 +14,8 @@ from ...tapes.common.hub import local_folder
 from ...tapes.common.stats import fixed
 from ...tapes.common.text import counted
 from ...tapes.store.books import spent
-from ...tapes.view.overview import UNTAUGHT, command
-from ..console import Exit, Section, answer
+from ...tapes.view.overview import untaught
+from ..console import Exit, Section, answer, command
 from ..episode_lines import say_episode
 from ..progress_bars import live_progress
 from ..scene_arguments import (
@@ -45,8 +45,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, and print the summary."""
-    from ...agents.setup.profiles import fitted
     from ...finetune.api.estimate import estimate
+    from ...finetune.loop.profiles import fitted
     from ...finetune.run.train_config import TrainConfig
 
     config = load_config(TrainConfig, args.config, scene_settings(args))
@@ -140,7 +140,7 @@ def _summary_lines(summary: TrainSummary, out: str) -> list[str]:
         + (f" ({', '.join(parts)}, concurrently)." if len(parts) == 2 else "."),
         f"{summary.episodes:,} episodes on tape; {spent(tokens)}; {tokens['trained']:,} trained on; "
         + ("all are accounted for." if summary.books_close else "some are NOT accounted for: see tapereel audit."),
-        *([UNTAUGHT] if _learned_nothing(summary) else []),
+        *([untaught()] if _learned_nothing(summary) else []),
         *(f"{name}: {as_given(model, summary.run, out)}" for name, model in models.items()),
         f"Next: open {as_given(summary.report, summary.run, out)} in a browser; {command('explain', out)}",
     ]

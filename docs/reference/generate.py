@@ -110,12 +110,15 @@ def _profiles() -> Iterator[str]:
 
 
 def _profiled_key(row: Default) -> str:
-    return f"`{row.key}`" + (f" (`body={row.body}`)" if row.body else "")
+    bodies = importlib.import_module("tapereel.finetune.loop.profiles").CRITICS
+    body = next((body for body, rows in bodies.items() if row in rows), None)
+    return f"`{row.key}`" + (f" (`body={body}`)" if body else "")
 
 
 def profiles() -> tuple[Default, ...]:
     """The settings that profiles set."""
-    return importlib.import_module("tapereel.agents.setup.profiles").PROFILES
+    found = importlib.import_module("tapereel.finetune.loop.profiles")
+    return (*found.PROFILES, *(row for rows in found.CRITICS.values() for row in rows))
 
 
 @cache

@@ -11,7 +11,6 @@ from ...agents import Agent
 from ...agents.engines.embedded.embedded_engine import DEFAULT_CAPACITY
 from ...agents.engines.team_engine import refuse_pictures
 from ...agents.setup.engine_config import warn_of_faults
-from ...agents.setup.profiles import fit_critic
 from ...agents.setup.setup import DatasetConfig, LoadedSetup, load_tasks, shown_by
 from ...agents.setup.team_config import check_outermost, check_together
 from ...envs.curriculum import Curriculum, Rate, pass_rates, pools
@@ -26,6 +25,7 @@ from ..interchange.corpus import read_corpus
 from ..interchange.imported import Conversation
 from ..loop.loop import check_recipe
 from ..loop.loop_config import CriticConfig
+from ..loop.profiles import fit_critic
 from ..objective.recipe import Recipe
 from ..recipes import get_recipe
 from ..trainer.distributed import Processes

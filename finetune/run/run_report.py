@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from ...tapes.common.text import logger
 from ...tapes.store.run_directory import METRICS, Results, RunDir, read_metrics
 from ...tapes.view.bundle import write_report
-from ...tapes.view.overview import UNTAUGHT, Overview, overview_of, parts_of_time
+from ...tapes.view.overview import Overview, overview_of, parts_of_time, untaught
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -138,7 +138,7 @@ class Reporter:
         if over and done:
             books = self.run.store.books()
             if not books.tokens["trained"] and not books.authored_trained:
-                notes.append(UNTAUGHT)
+                notes.append(untaught())
         return notes
 
 

@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 
 from ...agents.runs.runner import ScoresConfig, SuccessConfig
 from ...agents.setup.engine_config import check_models
-from ...agents.setup.profiles import fitted
 from ...agents.setup.setup import Setup, TasksConfig
 from ...agents.setup.team_config import threads_of
 from ...envs.curriculum import EASY, HARD
@@ -19,6 +18,7 @@ from ...tapes import Sampling
 from ...tapes.errors import UsageError
 from ...tapes.store.store import Store
 from ..loop.loop_config import SECOND, LoopConfig, ProcessesConfig, WarmStartConfig
+from ..loop.profiles import fitted
 from .player_config import (
     Players,
     TrainedEngine,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
+from ..common.remedies import remedy
 from ..common.stats import mean
 from ..common.text import DOCS
 from ..errors import TapereelError
@@ -68,7 +69,7 @@ def _ends(climb: Climb, closed: Sequence[Summary]) -> Iterator[Sign]:
         if cause is None or cause.error == TOO_MANY:
             continue
         many = f"{len(found):,} of {len(played):,} episodes ended"
-        read = f"(tapereel show RUN {found[-1].id})"
+        read = f"({_named(found[-1].id)})"
         if status == Status.ERROR:
             what = f"{cause.error}: {cause.message or ''}"[:200].rstrip(": ")
             yield Sign(-1, f"{many} with an error of the {kind}: {what} ({cause.frame or 'no frame'}) {read}.")
@@ -88,7 +89,7 @@ def _tapes(climb: Climb, closed: Sequence[Summary]) -> Iterator[Sign]:
         yield Sign(
             0,
             f"All {len(scored):,} rewards are {only:g}: they don't tell a better episode from a worse one. Read one "
-            f"(tapereel show RUN {scored[-1].id}): does the environment see the answer? {doubt}",
+            f"({_named(scored[-1].id)}): does the environment see the answer? {doubt}",
         )
     newest = [store.tape(s.id, refresh=False) for s in closed[-NEWEST:]]
     offered = [tape for tape in newest if any(call.tools is not None for call in tape.calls)]
@@ -96,7 +97,7 @@ def _tapes(climb: Climb, closed: Sequence[Summary]) -> Iterator[Sign]:
         yield Sign(
             0,
             f"Tools were offered in {len(offered)} of the newest {len(newest)} episodes, and none was called. Read an "
-            f"answer (tapereel show RUN {offered[-1].id}): does the model know that it has tools, does it "
+            f"answer ({_named(offered[-1].id)}): does the model know that it has tools, does it "
             f"write calls in a format that is read ({DOCS / 'how-to' / 'tools.md'}), and does your agent act on "
             "reply.tool_calls?",
         )
@@ -134,10 +135,14 @@ def _tapes(climb: Climb, closed: Sequence[Summary]) -> Iterator[Sign]:
         yield Sign(
             0,
             f"{len(cut) / len(answers):.0%} of the newest answers were cut off at sampling.max_tokens "
-            f"({max(limits)}), so they earn what half an answer earns. Raise it (loop.sampling.max_tokens in "
-            "training), or ask for shorter answers.",
+            f"({max(limits)}), so they earn what half an answer earns. Raise it{remedy('answer length', '')}, or ask "
+            "for shorter answers.",
             len(cut) / len(answers),
         )
+
+
+def _named(tape: str) -> str:
+    return remedy("show", f"tape {tape}", tape=tape)
 
 
 def _earns(cut: Sequence[float | None], every: Sequence[float | None]) -> bool:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from ..common.remedies import remedy
 from ..common.stats import DOWN, total
 from ..errors import NotATape
 from ..records import Use
@@ -369,8 +370,8 @@ def audit_run(
             fold.take(stored.tape or "", facts)
         except (ValueError, TypeError, AttributeError, LookupError) as error:
             raise NotATape(
-                f"a {stored.t} of tape {stored.tape} can't be audited: {error}; `tapereel verify` lists all that can't "
-                "be read"
+                f"a {stored.t} of tape {stored.tape} can't be audited: {error}; "
+                f"{remedy('verify', '`verify(run)`')} lists all that can't be read"
             ) from error
         if progress is not None and done % _EVERY == 0:
             progress("audit", done, max(done, records), "records")

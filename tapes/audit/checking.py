@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.progress import Progress, silent
+from ..common.remedies import remedy
 from ..common.text import guard_terminal
 from ..errors import UsageError
 from .verdict import Verdict, Verdicts
@@ -90,7 +91,7 @@ def torn_tails(store: Store) -> list[str]:
     bytes."""
     return [
         f"{torn.size:,} bytes at the tail of segment {torn.segment} are torn, so their records are left out here: "
-        f"see tapereel verify {store.path}"
+        f"see {remedy('verify', '`verify(run)`')} of {store.path}"
         for torn in store.refresh().values()
     ]
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
+from ..common.remedies import remedy
 from ..common.stats import interval, mean, variance
 from ..errors import OtherVersion, TapereelError
 from ..store.disk import METRICS
@@ -165,14 +166,14 @@ class Climb:
             yield Sign(
                 1,
                 f"The gradient or the learning rate was zero in the last {len(steps)} updates, so the weights did not "
-                "change. See loop.optimiser.lr and its schedule, and what each token was worth "
-                "(tapereel explain RUN).",
+                f"change. See {_name_of('learning rate')} and its schedule, and what each token was "
+                f"worth{remedy('explain', '')}.",
             )
         elif moved and max(moved) < STILL:
             yield Sign(
                 1,
                 f"The updates hardly change the policy: log-probs move by at most {max(moved):.0e} nats. Set "
-                f"{self._times('loop.optimiser.lr', 10)}.",
+                f"{self._times('learning rate', 10)}.",
             )
         # The entropy over all of the policy's own tokens. Earlier versions wrote it only for tokens with an advantage.
         surprise = _values(self.last, "entropy/sampled") or _values(self.last, "entropy")
@@ -181,14 +182,14 @@ class Climb:
             yield Sign(
                 3,
                 f"The entropy is gone ({mean(surprise):.3f} nats a token), so all attempts are alike. Begin again from "
-                f"an earlier checkpoint with {self._times('loop.optimiser.lr', 0.1)}, or with a KL or entropy term "
-                "(loop.changes).",
+                f"an earlier checkpoint with {self._times('learning rate', 0.1)}, or with a KL or entropy "
+                f"term{remedy('terms', '')}.",
             )
         kl = mean(_values(trained, "kl/old") or [0.0])
         if self.rewards.high < 0:
-            yield Sign(4, f"The reward fell ({self.rewards}). Set {self._times('loop.optimiser.lr', 0.1)}.")
+            yield Sign(4, f"The reward fell ({self.rewards}). Set {self._times('learning rate', 0.1)}.")
         elif kl > FAR:
-            lower = self._times("loop.optimiser.lr", 0.1)
+            lower = self._times("learning rate", 0.1)
             yield Sign(4, f"The policy is {kl:.2g} nats a token from the one that sampled. Set {lower}.")
 
     def _level(self) -> Iterator[Sign]:
@@ -210,7 +211,7 @@ class Climb:
             seen = f"The model is right in {right:.1%} of its newest answers (mean reward {self.level:.2g})"
             yield Sign(6, f"{seen}, too few to learn from. {f'{share}. ' if flat > MOST else ''}{self.starts[0]}")
         elif self.rewards.low <= 0 and flat > (MOST if len(self.updates) >= LOOP else 0.99) and best != worst:
-            larger = self._times("loop.group_size", 4)
+            larger = self._times("group size", 4)
             yield Sign(6, f"{share}. Set {larger}, or take tasks that the model sometimes solves (curriculum).", flat)
 
     def _trend(self, other_rate: bool) -> Iterator[Sign]:
@@ -220,7 +221,7 @@ class Climb:
             yield Sign(
                 7,
                 f"The reward rose in the updates ({self.rewards}), but {tasks} held-out tasks can't show less than "
-                f"{half:.3f}. Set {self._times('evaluation.attempts', 4)}, or hold out more tasks."
+                f"{half:.3f}. Set {self._times('evaluation attempts', 4)}, or hold out more tasks."
                 if half > self.rewards.value
                 else f"The reward rose in the updates ({self.rewards}), but not as much on held-out tasks. Train on "
                 "more different tasks.",
@@ -228,9 +229,10 @@ class Climb:
             )
         if n >= LOOP:
             if not other_rate:
-                yield Sign(8, f"Try {self._times('loop.optimiser.lr', 10)}.", 0.0)
+                yield Sign(8, f"Try {self._times('learning rate', 10)}.", 0.0)
             seen = f"The reward rose in the updates ({self.rewards}). " if self.rewards.low > 0 else ""
-            yield Sign(9, f"{seen}Continue the run with loop.updates={4 * n} and --resume (Python: resume=True).", 0.0)
+            further = remedy("continue", f"Continue the run to {4 * n} updates.", updates=4 * n)
+            yield Sign(9, f"{seen}{further}", 0.0)
 
     def _setting(self, key: str) -> Any:
         found: Any = self._settings
@@ -246,10 +248,11 @@ class Climb:
             return {}
 
     def _times(self, key: str, factor: float) -> str:
-        """Return the setting with `factor` times its present value."""
-        value = self._setting(key)
+        """Return the setting that is named by `key` with `factor` times its present value."""
+        name = _name_of(key)
+        value = self._setting(name)
         known = isinstance(value, int | float) and not isinstance(value, bool)
-        return f"{key}={value * factor:g} instead of {value:g}" if known else f"{key} to {factor:g} times its value"
+        return f"{name}={value * factor:g} instead of {value:g}" if known else f"{name} to {factor:g} times its value"
 
     @cached_property
     def starts(self) -> tuple[str, ...]:
@@ -259,17 +262,18 @@ class Climb:
         has only learned the form of an answer, and needs easier tasks too.
         """
         goal, larger = f"so that the model gets {SELDOM:.0%} right before the loop", "Take a larger model."
-        if not self._setting("warm.tapes"):
-            return "Begin with a warm start on right examples (warm.tapes).", f"Take easier tasks, {goal}.", larger
+        tapes = _name_of("warm start tapes")
+        if not self._setting(tapes):
+            return f"Begin with a warm start on right examples ({tapes}).", f"Take easier tasks, {goal}.", larger
         try:
             imitated = len(Results.read(self.store.path).imitated or ())
             lines = read_metrics(self.store.path / METRICS)
         except (OSError, TapereelError):
             imitated, lines = 0, []
         examples = f"{4 * imitated:,} instead of {imitated:,}" if imitated else "four times as many"
-        more = self._times("warm.updates", 4)
+        more = self._times("warm start updates", 4)
         longer = f"Imitate longer: only right examples ({examples}), and {more}."
-        both = f"Begin with easier tasks, only right examples, and {more}, {goal} (loop.updates=0 measures this)."
+        both = f"Begin with easier tasks, only right examples, and {more}, {goal}{remedy('no updates', '')}."
         losses = _values([line for line in lines if line.get("phase") == "sft"], "loss")
         quarter = len(losses) // 4
         before, after = losses[-2 * quarter : -quarter], losses[-quarter:]
@@ -314,6 +318,10 @@ class Climb:
         error = 1.96 * math.sqrt(variance(gains) / len(gains))
         guessed = mean(known) > MOST and mean(gains) < min(error + 1e-9, NEAR * (best - worst))
         return (mean(own), mean(shuffled)) if guessed else None
+
+
+def _name_of(setting: str) -> str:
+    return remedy(setting, f"the {setting}")
 
 
 def _values(lines: Lines, key: str) -> list[float]:

@@ -127,7 +127,7 @@ class _Layers(dict[Keys, tuple[Any, str]]):
 
     def __init__(self) -> None:
         self.typed: dict[Keys, str] = {}
-        """The text that was typed for each command-line setting. A string field gets this text: `--set name=123` sets
+        """The text that was typed for each command-line setting. A string field gets this text: `name=123` sets
         "123"."""
         self.record: Path | None = None
         """Path of the configuration file if it is the `config.yaml` of a run, otherwise None."""
@@ -337,7 +337,7 @@ def _nearest(cls: type[BaseModel], name: str, inside: Sequence[str]) -> str:
 
 def _renamed(cls: type[BaseModel], known: Sequence[str], name: str) -> Iterator[str]:
     """Yield the settings that another framework calls like the last part of `name`. A setting in the same group is
-    preferred: `warm.learning_rate` is `warm.optimiser.lr`, and not `loop.optimiser.lr`."""
+    preferred: `a.learning_rate` is `a.optimiser.lr`, and not `b.optimiser.lr`."""
     *above, leaf = name.split(".")
     for key in getattr(cls, "other_names", {}).get(leaf, ()):
         parts = key.split(".")

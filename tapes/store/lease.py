@@ -38,6 +38,7 @@ from typing import Self, cast
 
 from pydantic import Field
 
+from ..common.remedies import remedy
 from ..common.text import logger
 from ..errors import StoreFailed, UsageError
 from ..records import Lead
@@ -274,10 +275,12 @@ def check_free(run: str | Path, *, beat: float = BEAT, disk: Disk = REAL) -> int
     if alive or (segment is not None and is_live(run / "tapes", segment.stem, disk)):
         raise UsageError(
             f"{run} is led by {holder}. Two leads would train on the same tapes twice: "
-            f"{_advice(holder, file or segment)}, or end its lease: --take-over, or in Python "
-            "`tapereel.tapes.store.lease.end_lease(run)`"
+            f"{_advice(holder, file or segment)}, or end its lease: {remedy('end lease', END)}"
         )
     return epoch
+
+
+END = "`tapereel.tapes.store.lease.end_lease(run)`"
 
 
 def _advice(holder: Holder, locked: Path | None) -> str:
@@ -297,8 +300,7 @@ def _taken(run: Path) -> UsageError:
 
 
 def end_lease(run: str | Path) -> None:
-    """End the lease of the process that leads the run. That process stops before its next record. Used for
-    `--take-over`."""
+    """End the lease of the process that leads the run. That process stops before its next record."""
     if _last(Path(run), REAL)[0]:
         Lease(run, take_over=True).close()
 

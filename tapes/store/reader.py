@@ -19,6 +19,7 @@ from typing import BinaryIO, Literal
 
 from pydantic_core import from_json
 
+from ..common.remedies import remedy
 from ..errors import Corrupt, UsageError
 from .disk import REAL, Disk, read_file
 from .segment import MAX_LINE, ZERO, BadLine, Chain, Line, parse_line, peek, read_body, segment_names
@@ -122,8 +123,8 @@ class Break:
     def error(self) -> Corrupt:
         """Return the error for a corrupt segment."""
         return Corrupt(
-            f"{self}. Bytes that were on the disk have changed: `tapereel verify` lists the damage; restore "
-            "the file from a copy, or begin a new run"
+            f"{self}. Bytes that were on the disk have changed: {remedy('verify', '`verify(run)`')} lists the "
+            "damage; restore the file from a copy, or begin a new run"
         )
 
 

@@ -23,6 +23,7 @@ from typing import Unpack
 
 from pydantic_core import from_json
 
+from ..common.remedies import remedy
 from ..errors import Corrupt
 from ..records import Cause, CauseType, End, Status
 from .disk import REAL, Disk, put_file
@@ -147,7 +148,8 @@ def _refuse_corrupt(index: Index, segments: list[Segment], breaks: dict[str, Bre
     missing = unmet_pins(segments, index, kept)
     if missing:
         raise Corrupt(
-            f"{missing[0]}. Restore the segment from a copy, or begin a new run; `tapereel verify` lists all damage"
+            f"{missing[0]}. Restore the segment from a copy, or begin a new run; "
+            f"{remedy('verify', '`verify(run)`')} lists all damage"
         )
 
 

@@ -55,7 +55,7 @@ class HeldOut(Value):
     pass_at: dict[str, dict[str, float | int | None] | None]
     """pass@k with its interval, by k."""
     agents: dict[str, float | None] | None = None
-    """Mean reward of each agent, by path. Set if `loop.by_agent` is on."""
+    """Mean reward of each agent, by path. Set if each agent has its own reward."""
     change: dict[str, float | int | None] | None = None
     """Difference from the evaluation before training, over the tasks that both scored. It has the same keys as `reward`
     and the means over these tasks (`first` after training, `second` before). Set only in the final evaluation."""
@@ -78,8 +78,8 @@ class Lengthened(Value):
     """An earlier length of a run that was made longer."""
 
     updates: int
-    """The earlier value of `loop.updates`, or the smaller number of updates after which `loop.stop_at` ended the
-    loop."""
+    """The earlier length of the loop in updates, or the smaller number of updates after which a reward that was
+    reached ended the loop."""
     done: int
     """Number of updates that the loop had made when this value was changed."""
 
@@ -101,7 +101,7 @@ class Results(BaseModel):
     imitated: list[str] | None = None
     """Ids of the tapes for the warm start, as copied into this run."""
     corpus: list[str] | None = None
-    """Ids of the tapes from `loop.corpus`, or None until all of them are written."""
+    """Ids of the tapes from the corpus, or None until all of them are written."""
     corpus_digest: str | None = None
     """Digest of the texts in the corpus when the run began."""
     seconds: dict[str, float] = {}

@@ -216,7 +216,7 @@ class Store:
         self.writer.append(record.body())
 
     def record_files(self, *paths: Path, open: bool = False) -> None:
-        """Queue a record with the digests of these files. Later, `verify` and `--resume` compare the files with it.
+        """Queue a record with the digests of these files. Later, `verify` and a resumed run compare the files with it.
         Files that are missing or outside the run are left out.
 
         If `open` is true, the files may still change or appear before the run is closed, so they are recorded without

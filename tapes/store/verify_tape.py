@@ -15,7 +15,7 @@ line, and its c equals its n. A tape's digest d begins as SHA-256("tapereel/1").
 
 The exit code is 0 if all lines are whole and chained and every pin is met, 1 if durable bytes changed, and 2 if neither
 is certain (a torn tail, a missing segment that nothing pins, or no segments). RUN/pins.json is read if it exists.
-Unlike `tapereel verify`, this script counts any intact line after a break as evidence, even an old one of another file.
+Unlike `verify`, this script counts any intact line after a break as evidence, even an old one of another file.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Writes the viewer as one file that needs no server, for a run's `report.html` and for `tapereel view --out`.
+"""Writes the viewer as one file that needs no server, such as a run's `report.html`.
 
 The page is plain HTML, JavaScript and CSS without a build step, and loads nothing from another host. It opens at the
 overview. It holds the tapes that were chosen or, by default, the tapes that the overview proposes to read. Its content
@@ -21,6 +21,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from ..common.progress import Progress, silent
+from ..common.remedies import remedy
 from ..common.text import counted
 from ..errors import TapereelError, UsageError
 from ..store.disk import REAL, put_file
@@ -70,7 +71,11 @@ EMBEDDED, EMBEDDED_TOGETHER = 500_000, 4_000_000
 """Maximum number of bytes of one picture in a file, and of all its pictures. Larger files are left out."""
 CALLS = 50
 """Number of calls in one part of the page's data."""
-NOT_EXPLAINED = "left out of a report; `tapereel explain` and `tapereel view` show it"
+
+
+def not_explained() -> str:
+    """What a report shows instead of the training of a tape's tokens."""
+    return f"left out of a report; {remedy('read whole', 'the run has it')}"
 
 
 def static_files() -> dict[str, tuple[str, bytes]]:
@@ -202,7 +207,7 @@ class _Decoder:
 
     def explain(self, tape: str) -> dict[str, object]:
         """Name the commands that explain the tape."""
-        return {"missing": NOT_EXPLAINED}
+        return {"missing": not_explained()}
 
     def forget(self) -> None:
         """Do nothing, because nothing is kept."""

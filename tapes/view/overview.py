@@ -16,6 +16,7 @@ from pydantic import Field
 from ..audit.advice import advice
 from ..audit.faults import Fault, Faults
 from ..common.config_yaml import Group
+from ..common.remedies import Command, check_commands, remedy, show_commands
 from ..common.stats import ends_of, fixed, mean_of
 from ..errors import OtherVersion, TapereelError
 from ..records import End as EndRecord
@@ -30,17 +31,16 @@ from ..value import Value
 from .curves import Plot, loss_plots, reward_plot
 from .live import state_of
 
-UNTAUGHT = (
-    "No token was trained on, so the weights did not change: no episode was scored, or all attempts of each group "
-    "earned the same. `tapereel audit` shows which."
-)
-
-
 NO_METRICS = f"{METRICS} is missing: the run has no metrics, or none yet"
-DIED = (
-    "The writer of this run is gone and has not closed it: it was killed, or it crashed. To continue a training run, "
-    "repeat the command that began it with --resume."
-)
+DIED = "The writer of this run is gone and has not closed it: it was killed, or it crashed."
+
+
+def untaught() -> str:
+    """The note of a run whose updates trained on no token."""
+    return (
+        "No token was trained on, so the weights did not change: no episode was scored, or all attempts of each group "
+        f"earned the same. {remedy('audit', '`audit(run)`')} shows which."
+    )
 
 
 class Score(Value):
@@ -135,7 +135,7 @@ def overview_of(
         subtitle=f"{recipe}, lineage {results.lineage}, in {path}" if results.lineage else str(path),
         notes=(
             *notes,
-            *((DIED,) if state_of(store) == "died" else ()),
+            *((DIED + remedy("resume", ""),) if state_of(store) == "died" else ()),
             *(f"{text}. No number of such files is shown." for text in edited),
             *((f"{NO_METRICS}.",) if loop and not edited and not metrics.exists() else ()),
             *accounting,
@@ -300,24 +300,15 @@ def arrow(before: float | None, after: float | None) -> str:
     return " → ".join("not measured" if value is None else fixed(value) for value in (before, after))
 
 
-def command(verb: str, *arguments: str) -> str:
-    """Return a command line, quoted for a shell."""
-    return " ".join(("tapereel", verb, *map(shlex.quote, arguments)))
-
-
 def checks(run: str | Path, *, trained: bool = True) -> dict[str, str]:
     """Return command lines that check a run, and what each checks. Without `trained`, no training is checked."""
-    run = str(run)
-    found = {
-        command("verify", run): "every line of the record is as it was written",
-        command("audit", run): "the fate of each token and episode, and everything unusual",
-    }
-    if trained:
-        found[command("reproduce", run)] = "the updates, computed again from the tapes, give the same weights"
-        found[command("replay model", run)] = "the recorded probabilities come from the weights that sampled"
-    return found
+    return {_line(one, run): one.purpose for one in check_commands(trained)}
 
 
-def next_commands(run: str) -> tuple[str, ...]:
+def next_commands(run: str | Path) -> tuple[str, ...]:
     """Return command lines that show a run."""
-    return tuple(command(verb, run) for verb in ("show", "view", "explain"))
+    return tuple(_line(one, run) for one in show_commands())
+
+
+def _line(command: Command, run: str | Path) -> str:
+    return command.line.format(run=shlex.quote(str(run)))

@@ -37,7 +37,7 @@ AFTER = "eval-after-sampled"
 """The split that a comparison begins with, if both runs have it."""
 
 Compare = Callable[[Path, str | None, Path, str | None], Value]
-"""A function of (run, split, other run, its split). It returns what `tapereel eval --against` prints: the scores of
+"""A function of (run, split, other run, its split). It returns the comparison: the scores of
 both, and their difference, paired by task. `agents` provides it."""
 
 

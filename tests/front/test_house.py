@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 
 import tapereel
+from benchmarks.house_places import groups, places, verbs
+from tapereel.remedies import REMEDIES
 from tapereel.tapes.common.extras import extra_of
 
 from ..contract import extras
@@ -159,6 +161,34 @@ def test_explanations_do_not_count_as_length():
     assert length(code) == 3
 
 
+def test_tapes_and_agents_name_no_setting_and_no_command_of_an_upper_floor():
+    assert list(places(ROOT)) == [], "give the remedy by its key: `remedy` in tapes/common/remedies.py"
+
+
+def test_a_setting_and_a_command_of_an_upper_floor_are_found(tmp_path: Path):
+    for name in ("finetune/run/train_config.py", "cli/command.py"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text(name))
+    (tmp_path / "tapes").mkdir()
+    (tmp_path / "tapes" / "a.py").write_text(
+        '"""Read\ntapereel verify RUN."""\nx = f"set {y} loop.updates=3"\nz = loop.updates\nu = "the tape train"\n'
+    )
+    assert [place.split(" ")[0] for place in places(tmp_path)] == ["tapes/a.py:2:", "tapes/a.py:3:"]
+    assert {"loop", "trainer", "warm", "evaluation", "processes"} <= set(groups(ROOT))
+    assert {"verify", "train", "import"} <= set(verbs(ROOT))
+
+
+def test_each_remedy_has_words_and_each_word_a_remedy():
+    found = {
+        node.args[0].value
+        for path in _modules()
+        for node in ast.walk(ast.parse(text(path)))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("remedy", "self._times", "_name_of")
+        if isinstance(node.args[0], ast.Constant)
+    }
+    assert found == set(REMEDIES)
+
+
 def test_every_module_says_what_it_is():
     begins = re.compile(r'(#.*\n|\s)*r?"""\s*[^\s"]')
     assert [name for name in _all_files() if text(name).strip() and not begins.match(text(name))] == []
@@ -275,6 +305,8 @@ def test_a_name_that_needs_a_missing_package_says_which_extra_brings_it(tmp_path
 import sys
 sys.modules["torch"] = None
 import tapereel
+from benchmarks.house_places import groups, places, verbs
+from tapereel.remedies import REMEDIES
 from tapereel.tapes.common.extras import extra_of
 from tapereel.tapes import MissingExtra
 for get in (lambda: tapereel.get_recipe, lambda: tapereel.finetune.Trainer):

@@ -104,7 +104,7 @@ class EmbeddedEngine:
     capacity tokens, plus `park_tokens` tokens (default: slots x capacity) for conversations between two turns. At most
     `prefill_tokens` tokens are prefilled between two decoding steps. A completion ends at an id in `end_ids` (default:
     the end ids of renderer and model) or in the request's `stop_ids`. `autocast` is the dtype in which the model's body
-    computes. It should equal the trainer's `loop.optimiser.autocast`, so that the sampled model is the trained one.
+    computes. It should equal the trainer's autocast, so that the sampled model is the trained one.
     """
 
     name = "embedded"

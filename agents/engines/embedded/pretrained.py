@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ....tapes.common.hub import NotFound, local_folder, model_folder
+from ....tapes.common.remedies import remedy
 from ....tapes.errors import MissingExtra, UsageError
 from ....tapes.store.store import check_folder
 
@@ -91,7 +92,7 @@ def load_pretrained(
         try:
             import bitsandbytes  # noqa: F401
         except ModuleNotFoundError as error:
-            raise MissingExtra(error.name or "bitsandbytes", "qlora", "trainer.lora.quantise") from error
+            raise MissingExtra(error.name or "bitsandbytes", "qlora", remedy("quantise", "quantise")) from error
     folder = model_folder(folder)
     check_folder(folder)
     tokenizer = load_tokenizer(folder)
@@ -194,8 +195,8 @@ def _in_4_bits(auto: Any, config: Any, folder: Path, dtype: Dtype, device: torch
     )
     if 2 * sum(m.weight.numel() for m in inside if isinstance(m, linear)) < layers:
         raise UsageError(
-            f"trainer.lora.quantise: most weights of the model in {folder} aren't in linear layers, so they would stay "
-            f"in {dtype}: remove it"
+            f"{remedy('quantise', 'quantise')}: most weights of the model in {folder} aren't in linear layers, so "
+            f"they would stay in {dtype}: remove it"
         )
     return {
         "device_map": {"": device},
@@ -232,7 +233,7 @@ def _check_4_bits(layers: Mapping[str, Any], folder: Path) -> None:
                 f"bitsandbytes {bitsandbytes.__version__} reads back wrong weights of 4 bits for {name} of the model "
                 f"in {folder}, which has {read.shape[1]} inputs: they are off by {error:.0%}. On a CPU, it does so for "
                 "some widths that aren't a multiple of 64. Use a GPU, another model, or no 4 bits (remove "
-                "trainer.lora.quantise)"
+                f"{remedy('quantise', 'quantise')})"
             )
 
 

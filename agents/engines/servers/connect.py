@@ -14,6 +14,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, cast
 
 from ....tapes.common.hub import local_folder
+from ....tapes.common.remedies import remedy
 from ..engine import EngineError, error_text
 from ..transport.absence import Absence
 from ..transport.http_channel import Server, ServerFailed
@@ -168,7 +169,8 @@ async def _connected(
     if weights and dialect.streams:
         raise EngineError(
             f"{list(servers)} answer by {dialect.route} alone, which takes no token ids, so the arrival of new "
-            "weights can't be checked: start them with --enable-scale-out (`tapereel serve model` does)"
+            "weights can't be checked: start them with --enable-scale-out "
+            f"({remedy('serve model', '`LocalServer`', flags='')} does)"
         )
     if weights and not adapted:
         _check_takes_weights(servers, all(capability.takes_weights for _, capability in found))

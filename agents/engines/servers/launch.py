@@ -30,6 +30,7 @@ from pydantic import JsonValue
 from ....agents.engines.engine import EngineError
 from ....tapes.common import request_checks
 from ....tapes.common.access_token import check_token, drop_token, new_token, private_file, token_path
+from ....tapes.common.remedies import remedy
 from ....tapes.common.request_checks import is_loopback
 from ....tapes.common.text import logger
 from ....tapes.store.store import check_folder
@@ -124,12 +125,12 @@ class LocalServer:
         if not is_loopback(host) and key_variable is None:
             raise ValueError(
                 f"a server at {host} can be reached by others: name the environment variable with its API "
-                "key (key_variable=, --key)"
+                f"key ({remedy('key variable', 'key_variable=')})"
             )
         if not control and (transfer or lora_rank is not None):
             raise ValueError(
-                "transfer and adapters are ways to take weights, which control=False (--no-weights) turns "
-                "off: leave one of the two out"
+                "transfer and adapters are ways to take weights, which "
+                f"{remedy('control', 'control=False')} turns off: leave one of the two out"
             )
         ours = sorted({word.partition("=")[0] for word in options if _is_ours(word)})
         if ours:
@@ -205,7 +206,7 @@ class LocalServer:
             except OSError as error:
                 raise EngineError(
                     f"nothing can listen at {self.url} ({error.strerror}); is there a server already? "
-                    "Choose another port (port=, --port; 0 takes a free one)"
+                    f"Choose another port ({remedy('port', 'port=')}; 0 takes a free one)"
                 ) from error
 
     def _spawn(self) -> None:
@@ -251,7 +252,7 @@ class LocalServer:
                     if _NO_VLLM in self.printed():
                         raise EngineError(
                             f"{self._python} has no vLLM: install the extra tapereel[vllm], or name an "
-                            "interpreter that has it (python=, --python)"
+                            f"interpreter that has it ({remedy('python', 'python=')})"
                         )
                     raise EngineError(
                         f"{' '.join(self.command)}\nended with exit code {self._process.returncode}:\n{self.printed()}"

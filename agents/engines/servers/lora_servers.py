@@ -4,7 +4,7 @@ Contract. A completion is sampled entirely with the adapter that is current when
 have one version. A weight sync therefore pauses no server and makes no KV cache stale. An old adapter is unloaded after
 its last request has ended. A failed weight sync raises an error, and the current version stays in use.
 
-The servers must run with `--enable-lora` (`tapereel serve model --lora RANK`). This module doesn't import peft, because
+The servers must run with `--enable-lora` (`LocalServer(lora_rank=...)`). This module doesn't import peft, because
 an adapter is just a folder in peft's format.
 """
 
@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ....tapes.common.remedies import remedy
 from ..engine import EngineError, PublishMode, Request
 from ..transport.http_channel import Server, ServerFailed
 from ..transport.wire import Dialect, Sampled
@@ -48,7 +49,7 @@ def adapters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not found:
         raise ValueError(
             f"none of the {len(state)} weights is an adapter's (`...lora_A.weight`): train a model with "
-            "adapters (trainer.lora), or publish whole weights (engine.publish=reload)"
+            f"adapters{remedy('adapters', '')}, or publish whole weights (engine.publish=reload)"
         )
     return found
 
@@ -190,10 +191,11 @@ class AdapterEngine(RemoteEngine):
             if member.ready and not isinstance(result, BaseException):
                 await self._unload(member.server, version)
         await asyncio.to_thread(shutil.rmtree, folder, True)
+        rank = self._adapters.rank
         raise PublishFailed(
             f"publishing {version!r} failed at loading the adapter: {failed}; {self.version!r} goes "
             "on. The servers need `--enable-lora` with a max_lora_rank of at least "
-            f"{self._adapters.rank}: tapereel serve model --lora {self._adapters.rank}"
+            f"{rank}: {remedy('serve model', f'`LocalServer(lora_rank={rank})`', flags=f' --lora {rank}')}"
         ) from failed
 
     async def _end_older(self) -> None:

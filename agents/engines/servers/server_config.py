@@ -133,7 +133,7 @@ class ServerSettings(RequestConfig):
     and stops it at the end."""
     publish: PublishWay = "reload"
     """How servers receive new weights. `reload`: all servers reload a folder. `transfer`: vLLM's weight-transfer routes
-    read shared memory. `nccl`: this process broadcasts the weights. `lora`: only adapters are sent (`trainer.lora`),
+    read shared memory. `nccl`: this process broadcasts the weights. `lora`: only adapters are sent (LoRA),
     and each version has its own name."""
     weights_folder: Annotated[str | None, FreeAtResume] = None
     """The folder to which training writes new weights. The servers must be able to read it. If it is None, a temporary

@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 from ....tapes.common.access_token import HOW_FOUND, token_for
 from ....tapes.common.extras import raise_missing
 from ....tapes.common.redact import refuse_secret, without_secrets
+from ....tapes.common.remedies import remedy
 from ..engine import EngineError, EngineStopped
 from .wire import retry_after
 
@@ -214,7 +215,8 @@ class Server:
             raise slow from error
         except aiohttp.ClientConnectorError as error:
             raise ServerFailed(
-                f"{where}: no server answers ({error}); start one at that address (`tapereel serve model`)",
+                f"{where}: no server answers ({error}); start one at that address "
+                f"({remedy('serve model', '`LocalServer`', flags='')})",
                 retry=True,
             ) from error
         except (aiohttp.ClientError, UnicodeError) as error:  # UnicodeError: the host isn't the name of a machine

@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from pydantic import ValidationError
 
+from ....tapes.common.remedies import remedy
 from ....tapes.records import Message, Usage
 from ..engine import EngineError, Finish, Request
 
@@ -142,8 +143,8 @@ def sampled(
     if not isinstance(ids, list) or not isinstance(logprobs, list):
         raise BadAnswer(
             f"the answer has token ids {_kind(ids)} and log-probs {_kind(logprobs)}: this server doesn't "
-            "return ids, and text alone can't be trained on by RL; `tapereel serve model` starts vLLM with "
-            "the flags that it needs"
+            "return ids, and text alone can't be trained on by RL; "
+            f"{remedy('serve model', '`LocalServer`', flags='')} starts vLLM with the flags that it needs"
         )
     if named is not None and named != ids:
         # If the log-probs were shifted by one position, each token would be trained with its neighbour's log-prob.

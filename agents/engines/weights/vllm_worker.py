@@ -1,8 +1,8 @@
 """A weight-transfer backend with which vLLM's worker processes read new weights from files.
 
 The server needs the flags `--worker-extension-cls tapereel.agents.engines.weights.vllm_worker.Extension
---weight-transfer-config '{"backend": "tapereel"}'`. `LocalServer(transfer=True)` and `tapereel serve model --transfer`
-add them. Files in /dev/shm are shared memory. The trainer writes them once, and every worker on the same machine maps
+--weight-transfer-config '{"backend": "tapereel"}'`. `LocalServer(transfer=True)` adds
+them. Files in /dev/shm are shared memory. The trainer writes them once, and every worker on the same machine maps
 them. The server's environment needs this package, but no extras. No other module in the package imports this one.
 """
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from ....tapes.common.config import Config
+from ....tapes.common.remedies import remedy
 from ....tapes.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class AdapterConfig(Config):
     """Names of layers that get an adapter, such as `q_proj`. If empty, all linear layers except the head get one."""
     quantise: Literal["nf4"] | None = None
     """`nf4` holds the frozen weights of all linear layers except the head in 4 bits (QLoRA, bitsandbytes). They compute
-    in `trainer.dtype`. None keeps them in `trainer.dtype`."""
+    in the trainer's dtype. None keeps them in it."""
 
 
 def add_adapters(model: PreTrainedModel, config: AdapterConfig, *, seed: int = 0) -> PeftModel | PeftMixedModel:
@@ -53,8 +54,9 @@ def add_adapters(model: PreTrainedModel, config: AdapterConfig, *, seed: int = 0
     ]
     if unknown := [t for t in config.targets if not any(f".{name}".endswith(f".{t}") for name in names)]:
         raise UsageError(
-            f"trainer.lora.targets: {', '.join(unknown)} names no layer that can have an adapter. Take some of "
-            f"{', '.join(sorted({name.rpartition('.')[2] for name in names}))}, or leave it empty for all linear layers"
+            f"{remedy('targets', 'targets')}: {', '.join(unknown)} names no layer that can have an adapter. Take "
+            f"some of {', '.join(sorted({name.rpartition('.')[2] for name in names}))}, or leave it empty for all "
+            "linear layers"
         )
     wanted = LoraConfig(
         r=config.rank,

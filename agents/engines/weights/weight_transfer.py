@@ -1,9 +1,9 @@
 """Weight sync through vLLM's weight-transfer routes for start, update and finish. The last one also sets the version.
 
-With `VLLMTransfer`, the workers read files through the backend in `vllm_worker`, which `tapereel serve model
---transfer` adds to its servers. Files in /dev/shm are shared memory. With `NCCLTransfer`, vLLM's trainer code
-broadcasts the weights over NCCL. NCCL needs GPUs, so this class was tested with vLLM's workers but with gloo in place
-of NCCL. Pausing, resuming and resetting caches work as in `VLLMReload`.
+With `VLLMTransfer`, the workers read files through the backend in `vllm_worker`, which `LocalServer(transfer=True)`
+adds to its servers. Files in /dev/shm are shared memory. With `NCCLTransfer`, vLLM's trainer code broadcasts the
+weights over NCCL. NCCL needs GPUs, so this class was tested with vLLM's workers but with gloo in place of NCCL.
+Pausing, resuming and resetting caches work as in `VLLMReload`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ....agents.engines.engine import EngineError
 from ....envs.blocking import in_thread
+from ....tapes.common.remedies import remedy
 from ....tapes.errors import MissingExtra
 from ..engine import PublishMode
 from ..transport.http_channel import NO_ROUTE, Server, ServerFailed, free_port
@@ -224,8 +225,9 @@ class NCCLGroup:
         for member, error in errors.items():
             if isinstance(error, ServerFailed) and error.status is not None:
                 errors[member] = EngineError(
-                    f"{member.server} doesn't take weights by NCCL ({error}): start it with tapereel serve "
-                    '--nccl, or vLLM\'s --weight-transfer-config \'{"backend": "nccl"}\''
+                    f"{member.server} doesn't take weights by NCCL ({error}): start it with "
+                    f"{remedy('serve model', 'NCCL', flags=' --nccl')}, or "
+                    'vLLM\'s --weight-transfer-config \'{"backend": "nccl"}\''
                 )
         return errors
 

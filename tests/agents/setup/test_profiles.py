@@ -12,7 +12,9 @@ import pytest
 import tapereel as tr
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.agents.runs.runner import RunConfig
-from tapereel.agents.setup.profiles import fitted, shape_of
+from tapereel.agents.setup.profiles import fitted as fitted_run
+from tapereel.agents.setup.profiles import shape_of
+from tapereel.finetune.loop.profiles import fitted
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.tapes.common.config import dump_config, load_config
 from tapereel.tapes.store.run_directory import read_metrics
@@ -206,7 +208,7 @@ def test_run_and_train_share_their_limits(folder: Path, tmp_path_factory: pytest
     tiny = tmp_path_factory.mktemp("tiny")
     tiny_model(char_tokenizer(), "micro").save_pretrained(str(tiny))
     for model in (folder, tiny):
-        run = fitted(load_config(RunConfig, None, ["engine.kind=embedded", f"engine.model={model}"]))
+        run = fitted_run(load_config(RunConfig, None, ["engine.kind=embedded", f"engine.model={model}"]))
         train = train_config(model).loop
         assert (run.limits, run.sampling) == (train.limits, train.sampling)
 

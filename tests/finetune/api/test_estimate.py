@@ -13,10 +13,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tapereel.agents.engines.embedded.pretrained import load_pretrained
 from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
-from tapereel.agents.setup.profiles import fitted, shape_of
+from tapereel.agents.setup.profiles import shape_of
 from tapereel.cli import main
 from tapereel.finetune.api.estimate import estimate
 from tapereel.finetune.loop.loop_config import RECIPES
+from tapereel.finetune.loop.profiles import fitted
 from tapereel.finetune.recipes import RECIPES as REAL
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.trainer import lm_head

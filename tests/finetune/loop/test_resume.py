@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.setup.profiles import fitted
 from tapereel.finetune.inspect.reproducer import reproduce
+from tapereel.finetune.loop.profiles import fitted
 from tapereel.finetune.run import demonstrations
 from tapereel.finetune.run.demonstrations import DEMO, DemoConfig, DemoSummary, PicturesDemoConfig, begun_demo
 from tapereel.finetune.run.demonstrations import demo as run_demo

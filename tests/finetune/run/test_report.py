@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from tapereel.tapes.store.store import Store
-from tapereel.tapes.view.bundle import NOT_EXPLAINED, write_report
+from tapereel.tapes.view.bundle import not_explained, write_report
 from tapereel.tapes.view.overview import Overview, overview_of
 
 from ...front.making import run_of
@@ -94,7 +94,7 @@ def test_a_report_holds_the_tapes_that_it_proposes_and_says_which_it_lacks(tmp_p
     assert data["table-0"]["id"] == [found.tapes[0].tape]
     assert [line.split()[:5] for line in data["run"]["left_out"]] == [["1", "of", "the", "run's", "3"]]
     assert data["run"]["integrity"]["holes"] == []
-    assert data[f"{found.tapes[0].tape}/explain"]["missing"] == NOT_EXPLAINED
+    assert data[f"{found.tapes[0].tape}/explain"]["missing"] == not_explained()
 
 
 def test_a_run_without_training_has_an_overview(tmp_path: Path) -> None:
