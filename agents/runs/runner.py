@@ -28,7 +28,7 @@ from ...tapes.errors import UsageError
 from ...tapes.records import CauseType, Status
 from ...tapes.status import BRANCH
 from ...tapes.store.lease import check_free
-from ...tapes.store.run_directory import RunDir, open_run
+from ...tapes.store.run_directory import RunDir, code_changes, open_run
 from ...tapes.store.store import Store
 from ...tapes.store.summary import attempts_of
 from ...tapes.value import Value
@@ -118,6 +118,8 @@ class RunSummary(Value):
     """Seconds that this process took."""
     advice: tuple[str, ...] = ()
     """Advice about the run, one sentence each."""
+    code_changes: tuple[str, ...] = ()
+    """A sentence about each change of the user's code before a resume."""
 
 
 def run(
@@ -152,7 +154,7 @@ async def _run(
     engine, publishes = await make_team(config.engine, config.players, shows=setup.shows)
     warn_of_faults(engine.renderer, config.sampling, tools=setup.tools)
     engines = ("engine", *(f"players.{name}.engine" for name in config.players))
-    with open_run(out, config, resume=resume, free=FREE, engines=engines) as directory:
+    with open_run(out, config, resume=resume, free=FREE, engines=engines, code=setup.code) as directory:
         store = directory.store
         store.record_weights(*publishes.values())
         attempts = _Attempts(config, setup, directory)
@@ -286,6 +288,7 @@ def _summary(run: _Attempts, store: Store, out: Path, seconds: float) -> RunSumm
         tokens=books.counts,
         seconds=round(seconds, 3),
         advice=advice(store, config.split),
+        code_changes=code_changes(out),
     )
 
 

@@ -31,6 +31,7 @@ from ...tapes.common.text import counted, logger
 from ...tapes.errors import BadArgument, TapereelError, UsageError
 from ...tapes.records import Task
 from ..episode.agent import Agent, FunctionAgent
+from .code_digest import code_digests
 
 if TYPE_CHECKING:
     from ...envs.remote.pool import Pool
@@ -69,6 +70,8 @@ class LoadedSetup:
     """Held-out tasks that Python code passed."""
     unscored: str | None = field(default=None, kw_only=True)
     """Name of the environment's class, if it is known that nothing scores its episodes."""
+    code: dict[str, str] = field(default_factory=dict[str, str], kw_only=True)
+    """Digests of the user's code (`code_digests`)."""
 
     @property
     def tools(self) -> bool:
@@ -179,10 +182,13 @@ class Setup(TasksConfig, SeedConfig):
             "tasks": self._recorded("tasks", tasks, lambda thing: name_of_tasks(thing, made_tasks)),
         }
         rewards = load_rewards(self.rewards)
+        code = code_digests(made_agent, made_env, sample, sample.rewards, rewards)
         made_env = pool or made_env
         made_env = made_env if rewards is None else rewarded(made_env, rewards)
         unscored_by = type(sample).__name__ if rewards is None and unscored(sample) else None
-        loaded = LoadedSetup(made_agent, made_env, made_tasks, pool=pool, sample=sample, unscored=unscored_by)
+        loaded = LoadedSetup(
+            made_agent, made_env, made_tasks, pool=pool, sample=sample, unscored=unscored_by, code=code
+        )
         loaded.check_tasks(made_tasks)
         return self.model_copy(update=names), loaded
 

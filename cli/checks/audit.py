@@ -49,6 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Audit, and print or write the result."""
     from ...tapes.audit.auditor import audit_run
+    from ...tapes.store.run_directory import code_changes
     from ...tapes.store.store import Store
     from .audit_sections import sections
 
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         torn = torn_tails(store)
         check_split(store, args.split)
         books, audit = audit_run(store, split=args.split, limit=args.limit, repeats=args.repeats, progress=progress)
-    found = sections(books, audit)
+    found, changes = sections(books, audit), code_changes(args.run)
     verdict = "every token is accounted for" if books.closes else "some tokens are NOT accounted for"
     broken = [f"broken: {text}" for text in books.findings]
     data = {
@@ -69,13 +70,14 @@ def run(args: argparse.Namespace) -> int:
         "limit": args.limit,
         "closes": books.closes,
         "torn": torn,
+        "code_changes": changes,
         "sum": sum(books.tokens.values()),
         **books.model_dump(),
         "audit": audit.model_dump(),
     }
-    shown = [*torn, *found, *broken, verdict]
+    shown = [*torn, *found, *changes, *broken, verdict]
     if args.markdown is not None:
-        document = f"# {escaped(f'Audit of {args.run}')}\n\n{markdown(['; '.join([*torn, verdict, *broken]), *found])}"
+        document = f"# {escaped(f'Audit of {args.run}')}\n\n{markdown(['; '.join([*torn, verdict, *broken, *changes]), *found])}"
         if args.markdown == STDOUT:
             shown = [document]
         else:

@@ -196,6 +196,7 @@ def _show_tape(args: argparse.Namespace, tape: Tape) -> None:
 
 
 def _show_list(args: argparse.Namespace, store: Store) -> None:
+    from ...tapes.store.run_directory import code_changes
     from ...tapes.view.gist import gist_of
 
     matching, cancelled = _matching(args, store)
@@ -212,15 +213,17 @@ def _show_list(args: argparse.Namespace, store: Store) -> None:
         line += f"; {cut}"
     if cancelled:
         line += f"; {cancelled:,} cancelled left out (--status cancelled lists them)"
+    changes = code_changes(args.run)
     data = {
         "run": str(args.run),
+        "code_changes": changes,
         "count": len(matching),
         "cancelled_left_out": cancelled,
         "statuses": counts,
         "mean_reward": mean,
         "tapes": [{**s._asdict(), "status": s.status or RUNNING, **gist.model_dump()} for s, gist in listed],
     }
-    answer(args, data, list_section(store, listed), line)
+    answer(args, data, list_section(store, listed), line, *changes)
 
 
 def _browse(args: argparse.Namespace, store: Store) -> None:

@@ -85,6 +85,7 @@ def _summary_lines(summary: RunSummary, out: str) -> list[str]:
         reward = f"mean reward {fixed(summary.reward)}{spread} of {summary.scored:,} scored attempts"
     lines = [
         *summary.advice,
+        *summary.code_changes,
         f"{counted(summary.tasks, 'task')} x {counted(summary.attempts, 'attempt')}: {summary.episodes:,} episodes on "
         f"tape, {summary.recorded:,} of them recorded now, in {summary.seconds:.1f} s.",
         f"{lost_line(summary.scores)}; {reward}; {spent(summary.tokens)}.",

@@ -135,6 +135,7 @@ def _summary_lines(summary: TrainSummary, out: str) -> list[str]:
     models |= {f"The model of {name}": p.model for name, p in summary.players.items() if p.lineage and p.model}
     return [
         *summary.advice,
+        *summary.code_changes,
         *(["The reward on held-out tasks reached loop.stop_at, so the loop ended."] * (summary.ended_by == "stop_at")),
         f"{counted(summary.updates, 'update')} by {summary.recipe} in {seconds['total']:.0f} s"
         + (f" ({', '.join(parts)}, concurrently)." if len(parts) == 2 else "."),

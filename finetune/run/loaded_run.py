@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -50,6 +50,8 @@ class Scene:
     held_out: Sequence[Task]
     shows: str | None = None
     """The same as `LoadedSetup.shows`."""
+    code: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The same as `LoadedSetup.code`."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class LoadedRun:
         train_tasks, held_out = _split_tasks(setup.tasks, config.evaluation, config.dataset, setup.held_out)
         if config.evaluation.tasks is not None:
             setup.check_tasks(held_out)
-        scene = Scene(setup.agent, setup.env, train_tasks, held_out, shows=setup.shows or shown_by(held_out))
+        shows = setup.shows or shown_by(held_out)
+        scene = Scene(setup.agent, setup.env, train_tasks, held_out, shows=shows, code=setup.code)
         recipe = get_recipe(config.loop.recipe, config.loop.changes, run=None if ranks.rank else out)
         recipe = cast(Recipe, ranks.broadcast(recipe))
         if recipe.needs_value and "critic" not in config.loop.model_fields_set:

@@ -23,7 +23,7 @@ from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
 from ...tapes.errors import MissingExtra
 from ...tapes.store.lease import check_free
-from ...tapes.store.run_directory import CONFIG, METRICS, Results, open_run, read_metrics
+from ...tapes.store.run_directory import CONFIG, METRICS, Results, code_changes, open_run, read_metrics
 from ...tapes.value import Value
 
 try:
@@ -90,6 +90,8 @@ class TrainSummary(Value):
     """Name and digest of the `reference` and the `teacher`, if the recipe uses them."""
     advice: tuple[str, ...] = ()
     """Suggestions of where to look if training doesn't work. Each suggestion is one sentence."""
+    code_changes: tuple[str, ...] = ()
+    """A sentence about each change of the user's code before a resume."""
 
 
 def train(
@@ -135,6 +137,7 @@ def train(
 def _lead(loaded: LoadedRun, out: Path, resume: bool, progress: Progress, on_episode: OnEpisode | None) -> TrainSummary:
     """Do the whole run on rank 0. The other ranks only compute their share of each update."""
     config = loaded.config
+    assert loaded.scene is not None
     check_trackers(config.trackers)
     run_async(loaded.check_custom_engines())
     places = ("trainer", *(f"players.{name}.{part}" for name in config.players for part in ("trainer", "engine")))
@@ -152,8 +155,8 @@ def _lead(loaded: LoadedRun, out: Path, resume: bool, progress: Progress, on_epi
         ),
         changes=lengthening(config.loop, warm, config.players),
         engines=frozen,
+        code=loaded.scene.code,
     ) as directory:
-        assert loaded.scene is not None
         report = Reporter(
             directory,
             f"Training {loaded.scene.agent.name}",
@@ -215,6 +218,7 @@ def _summary(training: Training, hints: tuple[str, ...]) -> TrainSummary:
         model=_model(history),
         report=str(out / REPORT),
         advice=hints,
+        code_changes=code_changes(out),
         compared={name: str(other) for name, other in (history.trainer.others if history.trainer else {}).items()},
     )
 

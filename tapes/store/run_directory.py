@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
 from ..common.config import AT_RESUME, FORMAT, ConfigError, check_version, dump_config, load_config
 from ..common.config_yaml import Group, YamlProblem, nested, read_yaml, settings_of
+from ..common.text import counted, logger
 from ..errors import Corrupt, NotATape, UsageError
 from ..value import Value
 from .books import Books
@@ -32,6 +33,7 @@ from .disk import METRICS, REAL, counted_lines, open_regular, put_file, read_fil
 from .lease import Lease
 from .store import Store
 
+log = logger("run")
 _Line = TypeAdapter(dict[str, JsonValue])
 Check = Callable[[], object]
 CONFIG, RESULTS, RECIPES = "config.yaml", "results.json", "recipes.json"
@@ -84,6 +86,35 @@ class Lengthened(Value):
     """Number of updates that the loop had made when this value was changed."""
 
 
+class CodeVersion(Value):
+    """The code of a run's agent, environment and rewards, from one point of the run on."""
+
+    digests: dict[str, str]
+    """A digest for each part of the code, and the version of Python, on which digests depend."""
+    changed: tuple[str, ...] = ()
+    """The parts that differ from the previous version. Empty for the first one."""
+    updates: int = 0
+    """Number of updates that were recorded when a process began with this code."""
+    episodes: int = 0
+    """Number of episodes that had begun by then. Later ones are played and scored by this code."""
+
+    def after(self, digests: Mapping[str, str], updates: int, episodes: int) -> CodeVersion | None:
+        """Return the next version, or None if these digests are the same."""
+        python = [name for name in ("python",) if self.digests.get(name) != digests.get(name)]
+        names = python or list(dict.fromkeys([*digests, *self.digests]))
+        changed = tuple(name for name in names if self.digests.get(name) != digests.get(name))
+        if not changed:
+            return None
+        return CodeVersion(digests=dict(digests), changed=changed, updates=updates, episodes=episodes)
+
+    def __str__(self) -> str:
+        what = "Python's version" if "python" in self.changed else f"the code of {', '.join(self.changed)}"
+        return (
+            f"{what} changed after {counted(self.updates, 'update')} and {counted(self.episodes, 'episode')}: only "
+            "later episodes have the new one"
+        )
+
+
 class Results(BaseModel):
     """The results of a run so far. The file has only the fields that differ from their defaults."""
 
@@ -112,6 +143,8 @@ class Results(BaseModel):
     """The evaluations during the loop, by the number of updates that the loop had made."""
     idle_share: float | None = None
     lengths: list[Lengthened] = []
+    code: list[CodeVersion] = []
+    """The versions of the user's code, oldest first. Empty if the run was begun by an earlier version of Tapereel."""
     after: Evaluations | None = None
     lost_points: dict[str, int] = {}
     """Number of data points that each tracker failed to receive."""
@@ -203,8 +236,10 @@ def open_run(
     changes: Mapping[str, Change] | None = None,
     engines: Collection[str] = (),
     begin: Callable[[], Results] = Results,
+    code: Mapping[str, str] | None = None,
 ) -> Iterator[RunDir]:
-    """Begin the run at `path`, or resume it. `begin()` returns the first results of a new run.
+    """Begin the run at `path`, or resume it. `begin()` returns the first results of a new run. `code` has digests of
+    the user's code. If they changed before a resume, this is logged and recorded in the results.
 
     When a run is resumed, these settings may differ from its configuration file:
 
@@ -260,12 +295,36 @@ def open_run(
                 # This precedes changes to the files. A crash must not leave changed files with old digests.
                 store.writer.sync()
                 _change(run, config, free, {**changes, **dict.fromkeys(engines, _corrected)})
+            _note_code(run, code or {})
             try:
                 yield run
             finally:
                 # A writer that failed can't record digests. The files then have no digests, as after a crash.
                 if store.writer.failure is None:
                     store.record_files(*files)
+
+
+def _note_code(run: RunDir, code: Mapping[str, str]) -> None:
+    """Record the code that this process uses, if it is not the code of the process before."""
+    known, lineage = run.results.code, run.results.lineage
+    updates = run.store.ledger(lineage).next_update if lineage and run.resumed else 0
+    episodes = len(run.store.summaries()) if run.resumed else 0
+    first = CodeVersion(digests=dict(code), updates=updates, episodes=episodes)
+    found = known[-1].after(code, updates, episodes) if known else first
+    if not code or found is None:
+        return
+    if known:
+        log.warning(f"{run.path}: {found}")
+    known.append(found)
+    run.save()
+
+
+def code_changes(path: str | Path) -> tuple[str, ...]:
+    """Return a sentence about each change of the user's code during the run at `path`."""
+    try:
+        return tuple(str(one) for one in Results.read(path).code if one.changed)
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
 
 
 def recorded_settings(path: str | Path) -> Group:
