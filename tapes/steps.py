@@ -296,6 +296,8 @@ class ToolResults(Observation):
     """The results of one `ToolCalls`, in the same order as the calls."""
 
     results: tuple[ToolResult, ...]
+    tools: tuple[dict[str, JsonValue], ...] = Field(default=(), exclude_if=operator.not_)
+    """Schemas of the tools that the agent can call from now on, in addition to earlier ones."""
 
 
 class Unknown(Value):

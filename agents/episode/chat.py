@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import JsonValue, ValidationError
 
-from ...tapes import Action, Answer, ParseError, Step, Tape, ToolCalls, ToolOffer
+from ...tapes import Action, Answer, ParseError, Step, Tape, ToolCalls, ToolOffer, ToolResults
 from ...tapes.common.arguments import check_arguments
 from ...tapes.errors import UsageError
 from ..rendering.tool_calls import read_tool_calls, tool_name
@@ -105,8 +105,9 @@ class ChatAgent(Agent):
         """Return the tools that the model may call: action classes, this agent's own tools, and the episode's tools."""
         offered: list[type[Action] | dict[str, JsonValue]] = [a for a in self._actions if a is not ToolCalls]
         offered.extend(self.tools)
-        if self.parse is None and ToolCalls in self._actions and len(tape) and isinstance(tape[0], ToolOffer):
-            offered.extend(tape[0].tools)
+        if self.parse is None and ToolCalls in self._actions:
+            seen = (step for step in tape if isinstance(step, ToolOffer | ToolResults))
+            offered.extend(tool for step in seen for tool in step.tools)
         return offered
 
     def _parse_reply(self, reply: Reply, offered: bool) -> Action:

@@ -15,7 +15,7 @@ import sqlite3
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -28,6 +28,7 @@ from ...tapes import (
     Status,
     TapereelError,
     Task,
+    Text,
     ToolCall,
     ToolCalls,
     ToolOffer,
@@ -326,8 +327,7 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
     """An environment with tools. The agent calls them, possibly several in one turn, until it gives an `Answer`.
 
     Override `prompt` (the question) and `answered` (the score of an answer). The agent for this environment is
-    `ChatAgent(actions=[ToolCalls], plain=Answer)`. The tools stay the same for the whole episode, and the first step on
-    the tape lists them.
+    `ChatAgent(actions=[ToolCalls], plain=Answer)`. The first step on the tape lists the tools. `offer` adds one later.
 
     Async methods run in the event loop. A sync `prompt` or `answered` (`def` instead of `async def`) runs in the thread
     of the sync tools. With `blocking = True`, every method and sync tool runs in the environment's thread, and
@@ -343,6 +343,8 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
     """The task of this episode, which `reset` sets."""
     _answered = False
     """Whether an answer was given in this episode."""
+    _new: list[Tool] | None = None
+    """The tools that `offer` has added and no observation has shown yet. None before the first `reset`."""
 
     @check_arguments
     def __init__(self, tools: Sequence[Callable[..., object] | Tool | ToolSource], *, parallel: int = 8) -> None:
@@ -359,8 +361,26 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
         """The thread of the sync tools."""
         self.parallel = parallel
         self.tools: Mapping[str, Tool] = _by_name(self._given)
-        """The tools by name. `reset` adds the tools from sources."""
+        """The tools by name. `reset` adds the tools from sources, and `offer` others."""
         self.effect = worst([*(t.effect for t in self._given), *(s.effect for s in self._sources)])
+
+    def offer(self, function: Callable[..., object] | Tool) -> None:
+        """Add a tool to the episode. The agent gets it with the next observation. Raises BadArgument if another tool
+        has its name."""
+        made = function if isinstance(function, Tool) else tool(function)
+        self.tools = _by_name([*self.tools.values(), made])
+        self.effect = worst([self.effect, made.effect])
+        (self._given if self._new is None else self._new).append(made)
+
+    def _shown(self, outcome: Outcome) -> Outcome:
+        """Return the outcome with the schemas of the new tools in its observation."""
+        new, seen = tuple(tool.schema for tool in self._new or ()), getattr(outcome, "observation", None)
+        if not new or not isinstance(seen, Text | ToolResults):  # with other observations, they wait for the next one
+            return outcome
+        self._new = []
+        text = isinstance(seen, Text)
+        seen = ToolOffer(text=seen.text, tools=new) if text else seen.model_copy(update={"tools": new})
+        return replace(outcome, observation=seen)
 
     async def prompt(self, task: Task) -> Question:
         """Return the question to the agent, as text or as chat messages.
@@ -386,8 +406,9 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
         self.task = Task.of(task)
         opened = await asyncio.gather(*(source.open() for source in self._sources))
         self.tools = _by_name([*self._given, *(t for tools in opened for t in tools)])
-        self.effect = worst(t.effect for t in self.tools.values())
+        self.effect, self._new = worst(t.effect for t in self.tools.values()), []
         asked, tools = await self._own(self.prompt, self.task), tuple(t.schema for t in self.tools.values())
+        self._new = []
         sources = tuple(dict(said) for source in self._sources if (said := getattr(source, "described", None)))
         # A `prompt` of its own may keep a plain value secret, so only public pictures are shown with it.
         own = type(self).prompt is not ToolEnvironment.prompt
@@ -401,12 +422,13 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
     async def step(self, action: ToolCalls | Answer) -> Outcome:
         if isinstance(action, Answer):
             self._answered = True
-            return await self._own(self.answered, action.text)
+            return self._shown(await self._own(self.answered, action.text))
         results = await asyncio.gather(*(self._result(call) for call in action.calls), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-        return Outcome(ToolResults(results=tuple(r for r in results if isinstance(r, ToolResult))))
+        seen = ToolResults(results=tuple(r for r in results if isinstance(r, ToolResult)))
+        return self._shown(Outcome(seen))
 
     async def finish(self, status: Status) -> Outcome | None:
         return None if self._answered else await self._own(self.answered, "")

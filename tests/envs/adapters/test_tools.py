@@ -245,6 +245,55 @@ def test_the_tools_come_from_the_tape_so_a_replay_needs_no_environment():
     assert asyncio.run(reexec(tape, Sums)).outcome == "verified"
 
 
+class Doors(ToolEnvironment):
+    """`look` finds a tool, and the answer "more" gives another."""
+
+    def __init__(self) -> None:
+        super().__init__([self.look])
+
+    def look(self) -> str:
+        self.offer(self.open_door)
+        return "a door"
+
+    def open_door(self, key: int) -> str:
+        return "open" if key == 7 else "no"
+
+    async def shout(self) -> str:
+        return "echo"
+
+    async def answered(self, text: str) -> Outcome:
+        if text == "more":
+            self.offer(tool(self.shout, effect="irreversible"))
+            return Outcome("Shout!", reward=0.0)
+        return Outcome(reward=1.0, terminated=True)
+
+
+def test_a_tool_that_is_offered_in_the_episode_can_be_called_from_then_on():
+    key = ("open_door", {"key": 7})
+    said = [called(key), called(("look", {})), called(key), "more", called(("shout", {})), "done"]
+    env = Doors()
+    tape = play(env, *said)
+    assert [step.kind for step in tape][:4] == ["tool_offer", "misread", "tool_calls", "tool_results"]
+    assert results(tape) == [("look", "a door", False), ("open_door", "open", False), ("shout", "echo", False)]
+    offered = [[t["function"]["name"] for t in step.tools] for step in tape if hasattr(step, "tools")]
+    assert offered == [["look"], ["open_door"], [], ["shout"], []]
+    assert env.effect == "irreversible"
+    assert Tape.model_validate_json(tape.model_dump_json()) == tape
+    again = asyncio.run(rollout(AGENT, Doors(), TASK, engine=ReplayEngine(tape)))
+    assert [str(step) for step in again] == [str(step) for step in tape]
+    assert asyncio.run(reexec(tape, Doors)).outcome == "verified"
+
+
+def test_an_offered_tool_needs_a_name_of_its_own():
+    class Twice(Doors):
+        def look(self) -> str:
+            self.offer(self.open_door)
+            self.offer(self.open_door)
+            return ""
+
+    assert "two tools have the name 'open_door'" in results(play(Twice(), called(("look", {})), "done"))[0][1]
+
+
 class Till(ToolEnvironment):
     def __init__(self) -> None:
         super().__init__([self.buy, self.pause])
