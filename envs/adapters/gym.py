@@ -83,10 +83,13 @@ class GymEnvironment(Environment[Action]):
     is the seed for gymnasium's `reset`. A task without a seed gets one from `self.rng`. A dict may have the keys
     `seed`, `options` (for `reset`) and `make` (arguments for `gymnasium.make`, which override the constructor's). The
     parts of a `Task` are read alike, and a public text begins the first observation. Every step is scored. An action
-    outside the action space gets the reward 0.0 and a `GymRefusal`.
+    outside the action space gets the reward `refused` and a `GymRefusal`. It counts as a step for the time limit of
+    the registered environment (`max_episode_steps`).
     """
 
     blocking = True
+    refused: float = 0.0
+    """The reward of an action outside the action space."""
     kinds = (GymAction, GymObservation, GymPicture, GymRefusal)
 
     @check_arguments
@@ -99,13 +102,15 @@ class GymEnvironment(Environment[Action]):
         act: Act | None = None,
         metrics: Sequence[str] = (),
         pixels: bool = False,
+        refused: float = 0.0,
         **make: object,
     ) -> None:
         """`observe` and `act` are codecs for spaces without a plain form.
 
         `metrics` names the numbers in gymnasium's `info` to record as metrics. With `pixels`, the agent sees only the
-        rendered frame, as with gymnasium's `AddRenderObservation`, and `render_mode` is "rgb_array" by default. `make`
-        holds the arguments for `gymnasium.make` that apply to every task.
+        rendered frame, as with gymnasium's `AddRenderObservation`, and `render_mode` is "rgb_array" by default. `refused`
+        is the reward of an action outside the action space. `make` holds the arguments for `gymnasium.make` that apply
+        to every task.
         """
         if importlib.util.find_spec("gymnasium") is None:
             raise MissingExtra("gymnasium", "gym", "GymEnvironment")
@@ -122,9 +127,13 @@ class GymEnvironment(Environment[Action]):
         self.observe = observe
         self.act = act
         self.metrics = tuple(metrics)
+        if refused:  # for the same reason
+            self.refused = refused
         self.make: dict[str, Any] = {"render_mode": "rgb_array", **make} if pixels and isinstance(env, str) else make
         self._env: Any = None
         self._env_make: dict[str, Any] = {}
+        self._steps = 0
+        """The number of actions so far, also of refused ones."""
 
     async def reset(self, task: object) -> Observation:
         """Start an episode. The gymnasium environment is made at the first call, and if the task has another `make`."""
@@ -134,7 +143,7 @@ class GymEnvironment(Environment[Action]):
             await self.close()
             self._env = None
             self._env, self._env_make = self._made(make), make
-        seed = self.rng.getrandbits(31) if seed is None else seed
+        seed, self._steps = self.rng.getrandbits(31) if seed is None else seed, 0
         first = self._shown(*self._env.reset(seed=seed, options=options))
         said = getattr(first, "text", None)
         if text and not isinstance(said, str):
@@ -148,17 +157,20 @@ class GymEnvironment(Environment[Action]):
             _start(task)
 
     async def step(self, action: Action) -> Outcome:
+        self._steps += 1
+        most = getattr(self._env.spec, "max_episode_steps", None)
+        over = most is not None and self._steps >= most
         try:
             native = self._native(action)
         except ValueError as error:
-            # The reward is 0.0, not None, so that the return of an agent without valid actions is 0.0, as in gymnasium.
-            return Outcome(GymRefusal(problem=str(error)), reward=0.0)
+            # By default the reward is 0.0, not None, so that the return of an agent without valid actions is 0.0.
+            return Outcome(GymRefusal(problem=str(error)), reward=self.refused, truncated=over)
         observation, reward, terminated, truncated, info = self._env.step(native)
         return Outcome(
             self._shown(observation, info),
             reward=float(reward),
             terminated=bool(terminated),
-            truncated=bool(truncated),
+            truncated=bool(truncated) or (over and not terminated),
             metrics={name: _number(name, info[name]) for name in self.metrics if name in info},
         )
 

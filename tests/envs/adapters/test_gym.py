@@ -453,3 +453,20 @@ def test_pixels_need_a_frame_and_pixels_alone_are_no_picture_by_themselves():
             _started(GymEnvironment(make, pixels=True))
     with pytest.raises(TypeError, match=r"pixels=True.*`observe`"):
         GymEnvironment("Painted-v0", pixels=True, observe=lambda observation, env: GymObservation(value=1))
+
+
+def test_a_refused_action_costs_what_the_user_says_and_counts_for_the_time_limit():
+    env, _ = _started(GymEnvironment("FrozenLake-v1", is_slippery=False, max_episode_steps=3, refused=-1.0))
+    moved, refused, last = _walk(env, DOWN, "up", 9)
+    assert [o.reward for o in (moved, refused, last)] == [0.0, -1.0, -1.0]
+    assert [o.truncated for o in (moved, refused, last)] == [False, False, True]
+    asyncio.run(env.reset(None))
+    assert [o.truncated for o in _walk(env, "up", DOWN, DOWN)] == [False, False, True], "gymnasium counted two steps"
+    asyncio.run(env.close())
+
+
+def test_an_agent_without_a_valid_action_ends_at_the_environments_time_limit():
+    env = lambda: GymEnvironment("CartPole-v1", max_episode_steps=5, observe=lambda o, env: Text(text="?"))  # noqa: E731
+    agent = ChatAgent(parse=lambda text: GymAction(value=text))
+    tape = asyncio.run(rollout(agent, env, None, engine=ScriptedEngine(["left"] * 9)))
+    assert (tape.status, len(tape.actions)) == (Status.TRUNCATED, 5)
