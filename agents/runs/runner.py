@@ -71,6 +71,10 @@ class RunConfig(ScoresConfig, RolloutConfig, Setup):
     """Maximum number of retries of an attempt. An attempt is retried if its episode ended at a time limit, or with an
     error of the environment, the model or Tapereel."""
 
+    @property
+    def environment_seconds(self) -> float:
+        return self.limits.environment_seconds or super().environment_seconds
+
 
 FREE = ("concurrency", "k", "success")
 """Settings that may change when a run is resumed, because they change no tape."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 from pydantic import Field, JsonValue
 
 from ...envs.adapters.tools import ToolEnvironment, unscored
-from ...envs.blocking import in_thread
+from ...envs.blocking import CallThread
 from ...envs.environment import AnyEnvironment, Environment, EnvironmentFactory, first_use
 from ...envs.load_named import load_function, load_named, not_loaded, raised
 from ...envs.rewards import load_rewards, rewarded
@@ -41,7 +41,8 @@ log = logger("tasks")
 UNNAMED = "<object "
 """Prefix of the name that is recorded for an object that can't be imported by name."""
 LOAD_SECONDS = 60.0
-"""When an environment is loaded, one instance is created and closed as a check. This is the time limit in seconds."""
+"""When an environment is loaded, one instance is created and closed as a check. This is the time limit in seconds for
+its creation, and without `environment_seconds` for its `close`."""
 LISTED = 100
 """A list of up to this many plain values is recorded as it is. For a longer list, a digest is recorded."""
 
@@ -158,6 +159,11 @@ class Setup(TasksConfig, SeedConfig):
     reward model, a `.py` file with a `reward_func`, or the `module:name` of a Rewards, a RewardSource or a function
     from a tape to its score."""
 
+    @property
+    def environment_seconds(self) -> float:
+        """The limit for a call to the environment, in seconds."""
+        return LOAD_SECONDS
+
     def resolve(
         self,
         *,
@@ -172,7 +178,7 @@ class Setup(TasksConfig, SeedConfig):
         `<object of module.Class>`. Raises UsageError if a setting and its argument differ.
         """
         made_agent = load_agent(*self._source("agent", agent))
-        made_env, sample = _loaded_env(*self._source("env", env))
+        made_env, sample = _loaded_env(*self._source("env", env), self.environment_seconds)
         pool = None if self.env_processes is None else _pool(made_env, self.env_processes)
         source, name = self._source("tasks", tasks)
         made_tasks = load_tasks(source, self.task_row, self.count, dataset=self.dataset, name=name)
@@ -244,8 +250,10 @@ def load_env(source: EnvSource, name: str | None = None) -> EnvironmentFactory:
     return _loaded_env(source, name)[0]
 
 
-def _loaded_env(source: EnvSource, name: str | None) -> tuple[EnvironmentFactory, Environment]:
-    """Return (factory, an instance that is already closed)."""
+def _loaded_env(
+    source: EnvSource, name: str | None, seconds: float = LOAD_SECONDS
+) -> tuple[EnvironmentFactory, Environment]:
+    """Return (factory, an instance that is already closed). `seconds` is the limit for closing it."""
     name = name or (source if isinstance(source, str) else _name_of(source))
     found = _named(source, "env")
     wanted = "name an Environment class, or a function without arguments that makes a new instance in each call"
@@ -255,33 +263,30 @@ def _loaded_env(source: EnvSource, name: str | None) -> tuple[EnvironmentFactory
             f"as `lambda: {type(found).__qualname__}(...)` does"
         )
     # Create one instance now, so that a wrong factory fails here and not in the first episode.
-    made = run_async(_trial(found, name)) if callable(found) else found
+    made = run_async(_trial(found, name, seconds)) if callable(found) else found
     if not isinstance(made, Environment):
         raise UsageError(f"{name} is {_described(found)}{_returned(found, made)}, not an environment: {wanted}")
     return cast(EnvironmentFactory, found), made
 
 
-async def _trial(factory: Callable[[], Any], name: str) -> object:
+async def _trial(factory: Callable[[], Any], name: str, seconds: float) -> object:
     """Return the value that the factory makes. If it is an environment, close it first, since its `__init__` may have
     opened something.
 
-    The factory and `close` run in a thread that is abandoned after `LOAD_SECONDS`, in case the user's code hangs.
+    The factory has `LOAD_SECONDS` and `close` has `seconds`. They run in a thread that is abandoned then, in case the
+    user's code hangs.
     """
-    doing = f"{name}()"
-
-    def work() -> object:
-        nonlocal doing
-        made = _call(factory, name)
-        if isinstance(made, Environment):
-            doing = f"{type(made).__qualname__}.close"
-            asyncio.run(first_use(made).close())
-        return made
-
+    thread, doing, limit = CallThread("tapereel-trial"), f"{name}()", f"{LOAD_SECONDS:g} s"
     try:
         async with asyncio.timeout(LOAD_SECONDS):
-            return await in_thread(work)
+            made = await thread.run(_call, factory, name)
+        if isinstance(made, Environment):
+            doing, limit = f"{type(made).__qualname__}.close", f"{seconds:g} s (limits.environment_seconds)"
+            async with asyncio.timeout(seconds):
+                await thread.run(lambda: asyncio.run(first_use(made).close()))
+        return made
     except TimeoutError as error:
-        raise UsageError(f"{name} can't be loaded: {doing} did not return within {LOAD_SECONDS:g} s") from error
+        raise UsageError(f"{name} can't be loaded: {doing} did not return within {limit}") from error
     except (TapereelError, asyncio.CancelledError, KeyboardInterrupt):
         raise
     except BaseException as error:  # from `close`, since `_call` raises only UsageError

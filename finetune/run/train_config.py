@@ -156,6 +156,10 @@ class TrainConfig(Setup, TrackedConfig):
     processes: ProcessesConfig = ProcessesConfig()
     """Settings for several processes. They are ignored unless `accelerate launch` or `torchrun` starts the run."""
 
+    @property
+    def environment_seconds(self) -> float:
+        return self.loop.limits.environment_seconds or super().environment_seconds
+
     @model_validator(mode="after")
     def _agree(self) -> TrainConfig:
         check_engine(self.engine, self.trainer, self.loop, warm=self.warm)

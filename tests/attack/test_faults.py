@@ -143,8 +143,10 @@ def test_loading_an_environment_is_bounded(monkeypatch: pytest.MonkeyPatch, plac
             if place == "close":
                 await asyncio.Event().wait() if how == "hangs" else fault()
 
-    config = RunConfig.model_validate({"engine": {"kind": "scripted", "answers": ["7"]}})
-    with pytest.raises(UsageError, match=r"\b0\.3 s" if how not in RAISED else how):
+    limit = {"environment_seconds": 0.4} if how not in RAISED else {}
+    config = RunConfig.model_validate({"engine": {"kind": "scripted", "answers": ["7"]}, "limits": limit})
+    seconds = {"constructor": r"\b0\.3 s", "close": r"\b0\.4 s \(limits.environment_seconds\)"}[place]
+    with pytest.raises(UsageError, match=seconds if how not in RAISED else how):
         config.resolve(agent=Player(), env=Stuck, tasks=TASKS)
     release.set()
 
