@@ -261,7 +261,7 @@ class Episode:
             self._warn(cause)
         for fault in self.faults:
             if fault.error is not None:  # code that was left running has already been logged
-                self._warn(fault, kept=True)
+                self._warn(fault, kept=status is not Status.ERROR)
         if cancelled is not None:
             raise cancelled
         await self.recorder.durable()
@@ -460,12 +460,20 @@ class Episode:
                     self.recorder.write(record)
                 failed = next((r.evidence for r in records if r.value != r.value), None)
                 if isinstance(failed, dict):
-                    raise RewardFailed(str(failed["failed"]))
+                    self._keep(cause)
+                    found = _cause(CauseType.ENVIRONMENT, RewardFailed(str(failed["failed"])))
+                    return Status.ERROR, found.model_copy(update={"frame": failed.get("frame")})
         except NOT_FAULTS:
             raise
         except BaseException as error:
+            self._keep(cause)
             return self._ended(CauseType.ENVIRONMENT, error)
         return status, cause
+
+    def _keep(self, cause: Cause | None) -> None:
+        """Keep the error that ended the episode, because another error replaces it as the cause."""
+        if cause is not None and cause.error is not None:
+            self.faults.append(cause)
 
     async def _close(self) -> None:
         """Close the environment. An error while closing is recorded in `End` and doesn't change the result."""
