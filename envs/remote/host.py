@@ -20,7 +20,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import IO, Any, cast
 
 from ...tapes.common.run_async import complete, end, shared_runner
@@ -202,34 +203,47 @@ def main(name: str, largest: int) -> None:
     guard_terminal()
     make = cast(EnvironmentFactory, load_named(name))
     declared = Declared.of(make)
-    lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(asked, lines, largest), daemon=True).start()
     _write(answers, Welcome.to(declared, message_bytes=largest))
     with contextlib.redirect_stderr(sys.stderr):  # the environment may replace sys.stderr
-        _serve(make, declared, lines, answers)
+        _serve(make, declared, asked, answers, largest)
 
 
-def _serve(
-    make: EnvironmentFactory, declared: Declared, lines: queue.SimpleQueue[bytes | None], answers: IO[bytes]
-) -> None:
+def _serve(make: EnvironmentFactory, declared: Declared, asked: IO[bytes], answers: IO[bytes], largest: int) -> None:
     runner = shared_runner()
     loop, host = runner.get_loop(), Host(make, declared, None, alone=True)
+    lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    answering: asyncio.Task[Answer] | None = None
+
+    def cancel() -> None:  # nobody waits for the answer, and the environment must be closed in time
+        if answering is not None:
+            answering.cancel()
+
+    ended = partial(loop.call_soon_threadsafe, cancel)
+    threading.Thread(target=_read, args=(asked, lines, largest, ended), daemon=True).start()
     while (line := lines.get()) is not None:
         try:
             call = read_call(line)
         except BadAnswer as error:
             _write(answers, Fault(id=0, code="refused", error="BadAnswer", message=str(error)))
             continue
-        _write(answers, complete(runner, loop.create_task(host.answer(call))))
+        answering = loop.create_task(host.answer(call))
+        try:
+            _write(answers, complete(runner, answering))
+        except (asyncio.CancelledError, BrokenPipeError):
+            break
     complete(runner, loop.create_task(host.close()))
     end(runner)
 
 
-def _read(asked: IO[bytes], lines: queue.SimpleQueue[bytes | None], largest: int) -> None:
-    """Read calls in a separate thread, so that the process ends when stdin ends, even if a call still hangs."""
+def _read(
+    asked: IO[bytes], lines: queue.SimpleQueue[bytes | None], largest: int, ended: Callable[[], object]
+) -> None:
+    """Read calls in a separate thread, so that the process ends when stdin ends, even if a call still hangs. `ended` is
+    called at the end of stdin."""
     while (line := asked.readline(largest + 1)).endswith(b"\n"):
         lines.put(line)
     lines.put(None)
+    ended()
     time.sleep(_ENDING)
     os._exit(1)
 

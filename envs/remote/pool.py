@@ -1,8 +1,9 @@
 """Runs environments in separate processes, for environments that block, compute, hang or crash.
 
 `with Pool(Simulator, processes=4) as pool:` makes a factory. Each episode has a process to itself. If a call takes too
-long, its process and all child processes are killed, and the episode fails. A new process replaces the killed one, and
-other episodes are not affected. The messages in `env_protocol.py` are sent over pipes as lines, and nothing is pickled.
+long or is cancelled, the episode fails. Its process gets a few seconds to close the environment, and is then killed
+with all child processes. A new process replaces it, and other episodes are not affected. The messages in
+`env_protocol.py` are sent over pipes as lines, and nothing is pickled.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _STARTING = 120.0
 """Time limit for a process to start and to import the packages of its environment, in seconds."""
 ResultT = TypeVar("ResultT")
 _ENDING = 5.0
-"""Seconds in which a process must exit before it is killed."""
+"""Seconds in which a process must close its environment and exit before it is killed."""
 
 
 class Pool:
@@ -65,13 +66,15 @@ class Pool:
         self.started = 0
         """The number of processes started so far."""
         self.killed = 0
-        """The number of processes killed because a call hung, failed or was cancelled."""
+        """The number of processes given up because a call hung, failed or was cancelled."""
         self.seconds, self.patience, self.largest = seconds, patience, largest
         self._name = make if isinstance(make, str) else _name_of(make)
         self._free = Places(processes)
         self._idle: list[LineProcess] = []
         self._all: set[LineProcess] = set()
         self._lock = threading.Lock()
+        self._ending: list[threading.Thread] = []
+        """Threads that wait for the end of a process."""
         self._threads = ThreadPoolExecutor(processes, "tapereel-pool")
         self._closed = False
 
@@ -86,18 +89,14 @@ class Pool:
         self.close()
 
     def close(self) -> None:
-        """End all processes. Idle processes are asked to exit, and the others are killed."""
+        """End all processes. Each may close its environment first (see `LineProcess.end`)."""
         with self._lock:
             self._closed = True
-            idle, workers = list(self._idle), list(self._all)
+            for worker in list(self._all):
+                self._discard(worker)
             self._idle.clear()
-        for worker in workers:
-            if worker in idle:
-                worker.leave()
-            else:
-                worker.kill()
-        for worker in workers:
-            worker.reap()
+        for thread in self._ending:
+            thread.join()
         self._threads.shutdown(wait=True)
 
     async def run(self, work: Callable[..., ResultT], *args: object) -> ResultT:
@@ -130,20 +129,25 @@ class Pool:
         self._free.release()
 
     def lose(self, worker: LineProcess) -> None:
-        """Kill a process whose state is unknown. The next episode starts another process."""
+        """End a process whose state is unknown. Then the next episode starts another process."""
         with self._lock:
             self.killed += 1
-            self._discard(worker)
-        self._free.release()
+            self._discard(worker, self._free.release)
 
     def _gone(self) -> SessionLost:
         return SessionLost(f"the pool of {self.declared.name} is closed")
 
-    def _discard(self, worker: LineProcess) -> None:
-        worker.kill()
+    def _discard(self, worker: LineProcess, then: Callable[[], object] = lambda: None) -> None:
+        """End a process in a thread, and call `then` at its end."""
+
+        def end() -> None:
+            worker.end()
+            then()
+
         self._all.discard(worker)
-        if not self._closed:  # otherwise `close` reaps the process, and the threads accept no work
-            self._threads.submit(worker.reap)
+        self._ending = [thread for thread in self._ending if thread.is_alive()]
+        self._ending.append(threading.Thread(target=end, name="tapereel-pool-end"))
+        self._ending[-1].start()
 
     async def _worker(self) -> LineProcess:
         with self._lock:
@@ -222,6 +226,8 @@ class PooledEnvironment(Proxy):
         # The answer to a cancelled call is still to come, and the next episode would read that answer as its own.
         worker, self._worker = self._worker, None
         if worker is not None:
+            if not cut:
+                worker.kill()
             self._pool.lose(worker)
 
 
@@ -294,6 +300,12 @@ class LineProcess:
             return  # it has been reaped, and the system may have given its number to another process
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Ask the process to end. Kill it after `_ENDING` seconds, and in any case its child processes."""
+        self.leave()
+        self.code()
+        self.stop()
 
     def stop(self) -> None:
         """Kill the process and wait until it has ended."""
