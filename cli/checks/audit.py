@@ -77,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     }
     shown = [*torn, *found, *changes, *broken, verdict]
     if args.markdown is not None:
-        document = f"# {escaped(f'Audit of {args.run}')}\n\n{markdown(['; '.join([*torn, verdict, *broken, *changes]), *found])}"
+        summary = "; ".join([*torn, verdict, *broken, *changes])
+        document = f"# {escaped(f'Audit of {args.run}')}\n\n{markdown([summary, *found])}"
         if args.markdown == STDOUT:
             shown = [document]
         else:

@@ -108,9 +108,9 @@ class GymEnvironment(Environment[Action]):
         """`observe` and `act` are codecs for spaces without a plain form.
 
         `metrics` names the numbers in gymnasium's `info` to record as metrics. With `pixels`, the agent sees only the
-        rendered frame, as with gymnasium's `AddRenderObservation`, and `render_mode` is "rgb_array" by default. `refused`
-        is the reward of an action outside the action space. `make` holds the arguments for `gymnasium.make` that apply
-        to every task.
+        rendered frame, as with gymnasium's `AddRenderObservation`, and `render_mode` is "rgb_array" by default.
+        `refused` is the reward of an action outside the action space. `make` holds the arguments for `gymnasium.make`
+        that apply to every task.
         """
         if importlib.util.find_spec("gymnasium") is None:
             raise MissingExtra("gymnasium", "gym", "GymEnvironment")

@@ -331,19 +331,53 @@ async def _extended(last: Message, addition: Any, instance: Any) -> tuple[Messag
     return {**last, "content": [*before, *after]}, shown
 
 
-_THOUGHTS = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
-_CALLS = re.compile(
-    r"<tool_call>.*?</tool_call>|(?:\[TOOL_CALLS\]|<\|(?:python_tag|tool)|<function|\{\s*\"name\").*", re.DOTALL
+_THINK = (
+    (r"<think>", r"</think>"),
+    (r"<seed:think>", r"</seed:think>"),
+    (r"\[THINK\]", r"\[/THINK\]"),
+    (r"<\|START_THINKING\|>", r"<\|END_THINKING\|>"),
+    (r"<\|channel\|>analysis<\|message\|>", r"<\|end\|>(?:<\|start\|>assistant)?"),
+    (r"<\|open\|>think<\|sep\|>", r"<\|close\|>think<\|sep\|>"),
+    (r"<\|channel>thought\n", r"<channel\|>"),
 )
-"""Matches calls in the forms of Qwen and Hermes, Mistral and Llama."""
+"""The marks of thoughts, by family: most of them, Seed, Mistral, Command, gpt-oss, Kimi K3, Gemma."""
+_THOUGHTS = re.compile("|".join(rf"{opens}(.*?)(?:{closes}|\Z)" for opens, closes in _THINK), re.DOTALL)
+_CALLS = (
+    r"<tool_call>.*?</tool_call>",  # Hermes, Qwen, GLM, Nemotron
+    r"<(?P<mark>seed:tool_call|minimax:tool_call|tool_calls|function_calls)>.*</(?P=mark)>",
+    r"<｜DSML｜.*</｜DSML｜(?:(?:function|tool)_calls|invoke)>",  # DeepSeek V3.2
+    r"<｜tool▁calls?▁begin｜>.*<｜tool▁calls?▁end｜>",  # DeepSeek V3
+    r"<\|tool_call(?:s_section)?_begin\|>.*<\|tool_call(?:s_section)?_end\|>",  # Kimi K2
+    r"<\|open\|>(?:tools|call ).*<\|close\|>(?:tools|call)<\|sep\|>",  # Kimi K3
+    r"<\|tool_call_start\|>.*<\|tool_call_end\|>",  # LFM2
+    r"<\|tool_call>.*<tool_call\|>",  # Gemma 4
+    r"<\|START_ACTION\|>.*<\|END_ACTION\|>",  # Command
+    # gpt-oss
+    r"(?: to=functions\.[^\s<>]+<\|channel\|>|<\|channel\|>(?:commentary|analysis) to=functions\.)"
+    r".*?(?:<\|call\|>(?:<\|start\|>assistant)?|\Z)",
+    # to the end of the answer: Mistral, Llama, Phi and Granite, MiniMax without its outer mark
+    r"(?:\[TOOL_CALLS\]|<\|(?:python_tag|tool)|functools\[|<function|<invoke |\{\s*\"name\").*",
+)
+"""Match calls, by family. If a string in a call may contain the mark that ends it, the last such mark is the end."""
+_AROUND = re.compile(
+    r"<\|(?:START|END)_RESPONSE\|>|<\|(?:open|close)\|>(?:response|message)<\|sep\|>"
+    r"|<\|(?:end|return)\|>(?:<\|start\|>assistant)?"
+    r"|<\|channel\|>(?:final|commentary)(?: <\|constrain\|>\w+)?<\|message\|>"
+)
+"""Matches the marks around the content of an answer."""
 
 
 def _as_message(text: str, calls: Sequence[ToolCall]) -> Message:
     """Return a turn as TRL's `parse_response` does if there are tools. The content is the last text that is neither a
     thought nor a call."""
     opened = f"<think>{text}" if "</think>" in text and "<think>" not in text else text  # the prompt may end with it
-    thoughts, rest = _THOUGHTS.findall(opened), _THOUGHTS.sub("\0", opened)
-    texts = [part.strip() for part in (_CALLS.sub("\0", rest) if calls else rest).split("\0")]
+    thoughts = ["".join(filter(None, found)) for found in map(re.Match.groups, _THOUGHTS.finditer(opened))]
+    rest = _THOUGHTS.sub("\0", opened)
+    if calls:
+        names = "|".join(re.escape(call.name) for call in calls)  # Python's syntax has no marks of its own
+        python = rf"(?:<\|python_start\|>)?\[(?:{names})\(.*\)\](?:<\|python_end\|>)?"
+        rest = re.sub("|".join([*_CALLS, python]), "\0", rest, flags=re.DOTALL)
+    texts = [part.strip() for part in _AROUND.sub("\0", rest).split("\0")]
     content = next((part for part in reversed(texts) if part), "")
     if "<tool_call>" in content:  # it was cut off
         return {"role": "assistant", "content": text}

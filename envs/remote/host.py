@@ -235,9 +235,7 @@ def _serve(make: EnvironmentFactory, declared: Declared, asked: IO[bytes], answe
     end(runner)
 
 
-def _read(
-    asked: IO[bytes], lines: queue.SimpleQueue[bytes | None], largest: int, ended: Callable[[], object]
-) -> None:
+def _read(asked: IO[bytes], lines: queue.SimpleQueue[bytes | None], largest: int, ended: Callable[[], object]) -> None:
     """Read calls in a separate thread, so that the process ends when stdin ends, even if a call still hangs. `ended` is
     called at the end of stdin."""
     while (line := asked.readline(largest + 1)).endswith(b"\n"):

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("part", ["same", "failing", "refused", "commands"])
+@pytest.mark.parametrize("part", ["same", "functions", "failing", "refused", "commands"])
 def test_environments_of_verifiers_run_here_as_there(part: str, tmp_path: Path) -> None:
     if not DONE.exists():
         pytest.fail("the environment is not there: run python tests/contract/verifiers_env.py")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import httpx
 import verifiers.v1 as vf  # type: ignore[import-not-found]
 from aiohttp import web
 from mcp import Client
+from reward_functions import ANSWER, FUNCTIONS, TEXTS  # type: ignore[import-not-found]
 
 from tapereel.agents import ChatAgent, ScriptedEngine, rollout
 from tapereel.cli import main
@@ -77,8 +80,9 @@ class Harness(vf.Harness[vf.HarnessConfig]):
                     messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
 
 
-async def theirs(said: list[Said], task: int) -> Any:
+async def theirs(said: list[Said], task: int, loaded: Any = None) -> Any:
     """The trace of verifiers' own rollout, in which a server of ours says the same."""
+    loaded = loaded or environment()
     left = list(said)
 
     async def completions(request: web.Request) -> web.Response:
@@ -107,7 +111,7 @@ async def theirs(said: list[Said], task: int) -> Any:
     own.harness = Harness(own.config.harness)
     try:
         async with own:
-            return await own.run(list(environment().taskset)[task])
+            return await own.run(list(loaded.taskset)[task])
     finally:
         await runner.cleanup()
 
@@ -129,6 +133,29 @@ def same() -> None:
         prompt = [(m["role"], m["content"]) for m in tape[0].messages]
         assert prompt == [(m.role, m.content) for m in trace.messages[: len(prompt)]]
         print(task, said, wanted)
+
+
+def functions() -> None:
+    """Fifty functions, as rewards and as metrics: the numbers are theirs, and those of plain Python."""
+    loaded = vf.load_environment(vf.SingleAgentEnvConfig(taskset={"id": "verifiers_functions"}))
+    for k, (task, only) in enumerate(zip(verifiers_tasks(loaded), (None, "near number", "never a score"), strict=True)):
+        for text in TEXTS:
+            trace = asyncio.run(theirs([text], k, loaded))
+            engine = ScriptedEngine([text])
+            tape = asyncio.run(rollout(agent, partial(VerifiersEnvironment, loaded), task, engine=engine))
+            if only and FUNCTIONS[only](text, ANSWER) is None:  # verifiers takes numbers only
+                assert (trace.ok, tape.status, tape.reward) == (False, Status.ERROR, None), (only, text)
+                continue
+            assert trace.ok, (text, trace.errors)
+            found = {r.name.removeprefix("verifiers/"): (r.value, r.weight) for r in tape.rewards}
+            assert found == {name: (r.score, r.weight) for name, r in trace.rewards.items()} | {
+                name: (value, 0.0) for name, value in trace.metrics.items()
+            }, text
+            for name, function in FUNCTIONS.items() if only is None else ():
+                wanted = function(text, ANSWER)
+                assert (name in found) == (wanted is not None), name
+                assert wanted is None or math.isclose(found[name][0], wanted, rel_tol=0, abs_tol=1e-12), (name, text)
+            assert math.isclose(tape.reward or 0.0, trace.reward, rel_tol=1e-12, abs_tol=1e-12), text
 
 
 def failing() -> None:
@@ -198,4 +225,4 @@ def acts(seen: object, rng: Any) -> Any:
 
 
 if __name__ == "__main__":
-    {"same": same, "failing": failing, "refused": refused, "commands": commands}[sys.argv[1]]()
+    {"same": same, "functions": functions, "failing": failing, "refused": refused, "commands": commands}[sys.argv[1]]()

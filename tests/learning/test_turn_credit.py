@@ -1,10 +1,11 @@
-"""A task whose sum of rewards says nothing of what was done: only credit per turn learns it.
+"""Tasks whose sum of rewards says little or nothing of what was done: only credit per turn learns them.
 
 The turns' returns, less their mean at the same turn of the group, against GRPO's one advantage for an episode.
 """
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +24,58 @@ from .test_recipes import lines_of
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(600)]
 
 
-class Lent(lab.Letters):
-    """A right letter pays 1, and the last turn takes back what was paid: every sum is 0."""
+class Paid(lab.Letters):
+    """Each turn but the last asks for a letter."""
 
     async def reset(self, task: str) -> Text:
-        self.paid = 0.0
+        self.right: list[float] = []
         return await super().reset(task)
 
     async def step(self, action: Answer) -> Outcome:
         right = float(action.text.startswith(self.task[self.turn]))
         self.turn, last = self.turn + 1, self.turn + 1 == len(self.task)
-        reward, self.paid = (-self.paid, 0.0) if last else (right, self.paid + right)
+        reward = self.at_the_end() if last else self.for_letter(right)
+        self.right.append(right)
         seen = None if last else Text(text=self.task[self.turn])
         return Outcome(seen, reward=reward, terminated=last, metrics={"right": 0.0 if last else right})
+
+    def for_letter(self, right: float) -> float:
+        return right
+
+    def at_the_end(self) -> float:
+        raise NotImplementedError
+
+
+class Lent(Paid):
+    """The last turn takes back what was paid: every sum is 0."""
+
+    def at_the_end(self) -> float:
+        return -sum(self.right)
+
+
+class Raffle(Paid):
+    """The last turn draws a prize that is far larger than what the letters pay."""
+
+    prizes = random.Random(0)
+
+    def at_the_end(self) -> float:
+        return self.prizes.choice([-100.0, 100.0])
+
+
+class Risen(Paid):
+    """A turn pays what it is better than the turn before, and the end returns to 0: every sum is 0."""
+
+    def for_letter(self, right: float) -> float:
+        return right - (self.right[-1] if self.right else 0.0)
+
+    def at_the_end(self) -> float:
+        return -self.right[-1]
 
 
 TASKS = ("ab+", "bc+", "cd+", "da+")
 
 
-def right(per: str, seed: int, out: Path) -> tuple[float, float]:
+def right(world: type[Paid], per: str, seed: int, out: Path) -> tuple[float, float]:
     """The share of right letters in the first and in the last four updates."""
     lab.model(seed).save_pretrained(out / "model")
     lab.WORDS.save_pretrained(out / "model")
@@ -49,7 +83,7 @@ def right(per: str, seed: int, out: Path) -> tuple[float, float]:
     changes: dict[str, Any] = {"reward": {"per": "turn"}, "credit": credit} if per == "turn" else {}
     config = TrainConfig(
         agent=f"{lab.__name__}:Speaker",
-        env=f"{Lent.__module__}:{Lent.__name__}",
+        env=f"{world.__module__}:{world.__name__}",
         tasks=TASKS,
         engine=EmbeddedConfig(model=str(out / "model"), slots=64),
         evaluation=EvaluationConfig(fraction=0),
@@ -72,9 +106,11 @@ def right(per: str, seed: int, out: Path) -> tuple[float, float]:
     return sum(share[:4]) / 4, sum(share[-4:]) / 4
 
 
+@pytest.mark.parametrize("world", [Lent, Raffle, Risen])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_only_credit_per_turn_learns_what_is_taken_back_later(seed: int, tmp_path: Path) -> None:
-    first, last = right("turn", seed, tmp_path / "turn")
-    _, whole = right("episode", seed, tmp_path / "episode")
+def test_only_credit_per_turn_learns(world: type[Paid], seed: int, tmp_path: Path) -> None:
+    first, last = right(world, "turn", seed, tmp_path / "turn")
+    _, whole = right(world, "episode", seed, tmp_path / "episode")
+    print(world.__name__, seed, first, last, whole)
     assert last > first + 0.25
     assert last > whole + 0.25
