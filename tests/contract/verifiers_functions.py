@@ -27,7 +27,7 @@ class Scores(vf.Task[Data, vf.State, vf.TaskConfig]):
 
     @vf.reward(weight=-2.0)
     async def alone(self, trace: Any) -> Any:
-        return list(self.found(trace).values())[0]
+        return next(iter(self.found(trace).values()))
 
     @vf.metric
     async def metrics(self, trace: Any) -> dict[str, Any]:
