@@ -36,6 +36,7 @@ from ...envs.environment import (
 )
 from ...envs.loop_watch import is_user_code
 from ...envs.rewards import RewardFailed
+from ...envs.rewards.sources import beside
 from ...envs.supervised import Stopped, Supervised, TimedOut
 from ...tapes import Action, Cause, CauseType, Observation, Sampling, Status, Step, StoreFailed, Tape, ToolCalls
 from ...tapes.common.arguments import check_arguments
@@ -220,6 +221,8 @@ class Episode:
         self.timers = self.llm.timers
         self.timers.on_limit = self._out_of_time
         self.faults: list[Cause] = []
+        self.components: set[str] = set()
+        """The environment's own reward components so far."""
 
     async def run(self) -> Tape:
         try:
@@ -456,7 +459,7 @@ class Episode:
             if self.env.rewards is not None:
                 scoring = self.env.rewards.score(Ending(self.log, self._end(status, cause)))
                 records = await self.call.code(scoring, "the rewards")
-                for record in records:
+                for record in beside(records, self.env.rewards.names, self.components):
                     self.recorder.write(record)
                 failed = next((r.evidence for r in records if r.value != r.value), None)
                 if isinstance(failed, dict):
@@ -493,6 +496,7 @@ class Episode:
 
     def _score(self, outcome: Outcome, step: int | None) -> None:
         for name, value, weight in outcome.components():
+            self.components.add(name)
             self.recorder.write(
                 Reward(tape=self.recorder.tape, step=step, name=name, value=float(value), weight=weight)
             )

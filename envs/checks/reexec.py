@@ -55,6 +55,7 @@ from ..environment import (
     without,
 )
 from ..load_named import load_function
+from ..rewards.sources import as_recorded
 
 if TYPE_CHECKING:
     from ...tapes.store.store import Store
@@ -141,6 +142,8 @@ def _recorded(tape: Tape) -> Iterator[Moment]:
     """Yield one moment for `reset`, one for each action and one for the episode."""
     rewards: dict[int | None, list[tuple[str, float, float]]] = defaultdict(list)
     others = tape.begin.env.config.get("rewards")  # sources that read the tape: `rescore` runs these again
+    if isinstance(others, list):
+        others = as_recorded([str(name) for name in others], {reward.name for reward in tape.rewards})
     for reward in tape.rewards:
         if not isinstance(others, list) or reward.name.partition("/")[0] not in others:
             rewards[reward.step].append((reward.name, reward.value, reward.weight))

@@ -11,6 +11,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -37,6 +38,7 @@ from ...tapes.store.summary import GROUP_LAYER
 from ...tapes.value import Value
 from ..rewards import Rewards, RewardSource
 from ..rewards.named_rewards import load_reward
+from ..rewards.sources import as_recorded
 
 if TYPE_CHECKING:
     from ...tapes.store.store import Store
@@ -54,6 +56,9 @@ async def rescore(
     """
     if not tape.closed:
         return unverifiable("rescore", tape.id, "the tape has no end yet"), []
+    if layer is None:  # another source's name, if the environment has a component of this name
+        names = as_recorded([s.name for s in rewards.sources], {r.name for r in tape.rewards})
+        rewards = Rewards([replace(source, name=name) for source, name in zip(rewards.sources, names, strict=True)])
     now = await rewards.score(tape, layer=layer)
     own = tape.rewards if layer is None else [r for r in tape.layers if isinstance(r, Reward) and r.layer == layer]
     then, computed = _by_name(own), _by_name(now)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, Never, TypeVar
 
@@ -57,7 +57,8 @@ class RewardSource(Generic[SubjectT]):
     """A sync or async function. It receives a `Tape`, or the subject that was passed to `Rewards.outcome`. With
     `per="group"`, it receives a list of tapes."""
     name: str = ""
-    """The name of the reward component. By default, it is the function's name."""
+    """The name of the reward component, by default the function's. If a component of the environment has this name, the
+    source's is `NAME_2`."""
     weight: float = 1.0
     """The weight of the score in the reward, which is a sum. A score with weight 0 is only reported, as a metric."""
     per: Literal["episode", "step", "group"] = "episode"
@@ -195,6 +196,30 @@ def _every(rewards: TapeScorer | None) -> tuple[AnySource, ...]:
     if not isinstance(rewards, Rewards):
         raise TypeError(f"rewards of type {type(rewards).__name__} can't be combined with others: use Rewards(...)")
     return (*rewards.sources, *rewards.relative)
+
+
+def beside(records: Sequence[Reward], names: Iterable[str], own: Collection[str]) -> list[Reward]:
+    """Return the records of an episode's sources next to the environment's `own` components. A source with the name of
+    one of these becomes `NAME_2`, so that both can be told apart and weighed."""
+    taken = [name for name in names if any(_heads(name, component) for component in own)]
+    return [
+        next((r.model_copy(update={"name": f"{n}_2{r.name[len(n) :]}"}) for n in taken if _heads(n, r.name)), r)
+        for r in records
+    ]
+
+
+def as_recorded(names: Sequence[str], components: Collection[str]) -> list[str]:
+    """Return the names that `beside` gave to the sources called `names` on a tape with these components."""
+
+    def on_tape(name: str) -> bool:
+        return any(_heads(name, component) for component in components)
+
+    second = {name: f"{name}_2" for name in names if on_tape(name) and f"{name}_2" not in names}
+    return [second[name] if name in second and on_tape(second[name]) else name for name in names]
+
+
+def _heads(source: str, component: str) -> bool:
+    return component == source or component.startswith(f"{source}/")
 
 
 class _Part(NamedTuple):

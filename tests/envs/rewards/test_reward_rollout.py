@@ -15,7 +15,7 @@ import pytest
 from tapereel.agents import ScriptedEngine, rollout_group
 from tapereel.agents.runs.runner import RunConfig, run
 from tapereel.agents.setup.engine_config import ScriptedConfig
-from tapereel.envs import Rewards, RewardSource
+from tapereel.envs import Outcome, Rewards, RewardSource
 from tapereel.envs.checks.reexec import reexec
 from tapereel.envs.checks.rescore import rescore
 from tapereel.envs.rewards import GROUP_LAYER, Scored, load_rewards, rewarded
@@ -377,3 +377,40 @@ def test_a_failed_layer_says_nothing_of_the_reward_on_the_tape_but_a_failed_comp
     beside = [record.model_copy(update={"layer": GROUP_LAYER}) for record in again]
     later = Tape.of(tape.bodies, layers=beside)
     assert (later.reward, training_reward(later)) == (2.0, None)
+
+
+def reward(tape: Tape) -> float:
+    return 4.0
+
+
+def worth(tape: Tape) -> dict[str, float]:
+    return {"style": 1.0, "length": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("parts", "source", "names"),
+    [
+        (None, reward, ["reward", "reward_2"]),
+        ({"reward": 10.0}, reward, ["reward", "reward_2"]),
+        ({"worth/style": 10.0}, worth, ["worth/style", "worth_2/style", "worth_2/length"]),
+        ({"worth": 10.0}, worth, ["worth", "worth_2/style", "worth_2/length"]),
+    ],
+)
+def test_a_source_named_as_a_component_of_the_environment_is_told_apart(parts: Any, source: Any, names: list[str]):
+    class Parts(Asks):
+        async def step(self, action: Any) -> Any:
+            return Outcome(reward=parts or 10.0, terminated=True)
+
+    (tape,) = tapes(["ab"], env=rewarded(Parts, Rewards([source])))
+    assert [r.name for r in tape.rewards] == names
+    assert tape.reward == 10.0 + (4.0 if source is reward else 3.0)
+    verdict, fresh = asyncio.run(rescore(tape, Rewards([source])))
+    assert (verdict.outcome, fresh) == ("verified", [])
+
+    def less(tape: Tape) -> float:
+        return 3.0
+
+    verdict, _ = asyncio.run(rescore(tape, Rewards([RewardSource(score=less, name=source.__name__)])))
+    assert verdict.outcome == "diverged"
+    again = asyncio.run(reexec(tape, rewarded(Parts, Rewards([source]))))
+    assert again.outcome == "verified", again
