@@ -281,6 +281,8 @@ class _Columns:
         scored = stream.episodes.trains & ~stream.episodes.reward.isnan()
         known = stream.old.isfinite()
         empty = "rewards" if not bool(scored.any()) else "old_logprobs" if not bool(known.any()) else None
+        if len(self.lengths) and not len(stream.old):
+            raise BadBatch(f"column 'labels' is {IGNORED} in every row, so no token can train: {REMEDY['labels']}")
         if self.recipe.surrogate.advantages and bool(stream.episodes.trains.any()) and empty:
             raise BadBatch(f"column {empty!r} is NaN in every row whose status may train: {REMEDY[empty]}")
 
@@ -411,7 +413,7 @@ class _Columns:
         earned[start[1:][whole] - 1] = reward[whole]  # no turn has a reward of its own
         total = np.where(np.isnan(reward), np.nan, np.bincount(owner, weights=np.nan_to_num(earned), minlength=n))
         differs = ~np.isclose(total, reward, rtol=1e-6, atol=1e-6, equal_nan=True)
-        if differs.any():
+        if differs.any() and self.recipe.reward.reads_turns:
             e = int(differs.argmax())
             raise BadBatch(
                 f"tape {self.tapes[e]!r}: `turn_rewards` add up to {total[e]:g}, `rewards` says {reward[e]:g}: change "

@@ -23,6 +23,7 @@ class OptimiserConfig(Config):
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon, which is added to the root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Decay of the weights in matrices. Norms and biases have none."""
     grad_clip: float | None = Field(default=1.0, gt=0)
     """Maximum norm of the gradient. A larger gradient is scaled down to this norm. None disables clipping."""
     schedule: Schedule = Schedule()

@@ -167,6 +167,8 @@ def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int, ranks:
     # Adapters are drawn on the CPU, because a run must begin with the same adapters on every machine, and random
     # numbers differ between devices.
     model = found.model if trainer.lora is None else add_adapters(found.model, trainer.lora, seed=seed)
+    if trainer.lora is not None and (base := Path(engine.model)).is_dir():  # the adapters load from any folder
+        cast(Any, model).peft_config["default"].base_model_name_or_path = str(base.resolve())
     if trainer.freeze is not None and (found.vision is None or trainer.lora is not None):
         why = "trainer.lora trains adapters alone" if found.vision else f"the model in {engine.model} reads text alone"
         raise UsageError(f"trainer.freeze={trainer.freeze} would do nothing, since {why}: remove it")

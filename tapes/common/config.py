@@ -302,7 +302,10 @@ def _explain(cls: type[BaseModel], layers: _Layers, data: dict[str, Any], error:
         above = f"{'.'.join(keys)}: " if keys else ""
         return without_secrets(above + error["msg"].removeprefix("Value error, "))
     where = f" ({layers.where(keys)})" if keys else ""
-    return without_secrets(f"{name} = {error['input']!r}{where}: {error['msg'][0].lower()}{error['msg'][1:]}")
+    says = f"{error['msg'][0].lower()}{error['msg'][1:]}"
+    if error["type"] == "tuple_type":
+        says = f"must be a list, such as {json.dumps([str(error['input'])])}"
+    return without_secrets(f"{name} = {error['input']!r}{where}: {says}")
 
 
 def _path(data: Any, loc: Sequence[int | str]) -> Keys:

@@ -8,11 +8,12 @@ from typing import Any
 
 import datasets
 import pytest
+from PIL import Image
 
 from tapereel.agents import EpisodeSpec, ScriptedEngine, rollout
 from tapereel.agents.replay.branching import cut
 from tapereel.agents.replay.replayer import replay
-from tapereel.envs import Environment, Outcome, Taskset
+from tapereel.envs import BadTasks, Environment, Outcome, Taskset
 from tapereel.envs.adapters.trl import TRLEnvironment, row_of, trl_reward, trl_row
 from tapereel.envs.checks.reexec import reexec
 from tapereel.envs.checks.rescore import rescore
@@ -179,3 +180,9 @@ def test_a_message_with_another_file_for_a_task_is_refused():
 def test_a_prompt_of_a_text_column_is_never_a_picture():
     tape = asyncio.run(rollout(AGENT, Plain, trl_row({"prompt": URL}), engine=ScriptedEngine(["x"])))
     assert tape.messages()[0]["content"] == URL
+
+
+@pytest.mark.parametrize("image", [Image.fromarray(square(1)), file_of(1)])
+def test_a_picture_that_is_no_picture_yet_says_how_to_make_one(image: Any) -> None:
+    with pytest.raises(BadTasks, match=r"private\.image.*tr\.Picture\.of"):
+        Taskset([{"image": image, "question": "which?"}])[0]

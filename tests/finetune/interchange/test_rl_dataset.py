@@ -566,6 +566,15 @@ def test_rewards_that_were_changed_without_those_of_the_turns_are_refused():
     with pytest.raises(BadBatch, match=r"`turn_rewards`.*\b1\b.*`rewards`.*\b2\b"):
         populate_rl_data(changed, config)
     assert populate_rl_data(changed.remove_columns("turn_rewards"), config)["advantages"][0][2] == 2.0
+    whole = RLConfig(algo="reinforce", use_advantages=False)  # reads the sum alone
+    assert populate_rl_data(changed, whole)["advantages"][0][2] == 2.0
+
+
+def test_rows_without_a_label_are_told_so():
+    data = to_dataset([row("a")], [episode("a", reward=1.0)])
+    none = data.map(lambda line: {"labels": [-100] * len(line["labels"])})
+    with pytest.raises(BadBatch, match=r"'labels' is -100 in every row"):
+        populate_rl_data(none, RLConfig())
 
 
 def test_a_reference_refuses_a_dataset_with_pictures() -> None:

@@ -157,7 +157,10 @@ def test_adapters_are_trained_further_once_they_are_merged(tmp_path: Path, monke
     ids = torch.tensor([[1, 2, 3]])
     logits = [load_pretrained(path).model(ids).logits for path in (adapters, tmp_path / "merged")]
     torch.testing.assert_close(*logits)
-    assert trained(tmp_path / "merged", "run", lora={"rank": 2}).books_close
+    further = trained(Path("merged"), "run", lora={"rank": 2})
+    assert further.books_close
+    monkeypatch.chdir("/")
+    assert load_pretrained(further.model).model, "the adapters name their base model by its whole path"
 
 
 def test_targets_that_name_no_layer_are_refused_by_name() -> None:

@@ -131,6 +131,13 @@ def test_a_wrong_value_names_itself_and_its_place(tmp_path: Path):
     assert _refusal(Whole, file).startswith(f"train.lr = 'fast' ({file} line 2): input should be a valid number")
 
 
+def test_a_text_in_place_of_a_list_is_shown_the_list():
+    class Listed(Config):
+        targets: tuple[str, ...] = ()
+
+    assert _refusal(Listed, None, "targets=all").endswith('(--set targets=all): must be a list, such as ["all"]')
+
+
 def test_every_wrong_setting_is_told_at_once():
     told = _refusal(Whole, None, "sed=1", "train.lr=x")
     assert told.startswith("2 settings are wrong:\n")
