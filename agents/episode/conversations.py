@@ -90,7 +90,9 @@ class Conversations:
         renderer = self.renderer
         if renderer is None:
             return None
-        return renderer.prompt(messages, tools, self._offered(self._tokens[path, conversation], path))
+        rendered = renderer.prompt(messages, tools, self._offered(self._tokens[path, conversation], path))
+        renderer.warn_of_lost(rendered)
+        return rendered
 
     def take(self, path: str, call: str) -> None:
         """Remember that the agent made a step of this call. Among answers with equal text, the next prompt continues

@@ -75,6 +75,8 @@ class Codec:
         )
         """The control tokens that the tokenizer marks as special."""
         unknown = str(tokenizer.special_tokens_map.get("unk_token"))
+        self.unknown: int | None = self._backend.token_to_id(unknown)
+        """The id of text that the tokenizer has no token for, if it has one."""
         self._ids = frozenset(id for token, id in self.control.items() if token != unknown)
         """Ids that plain text must never encode to. The unknown token is left out, because text can encode to it."""
         ids = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
@@ -96,6 +98,10 @@ class Codec:
     def controls(self, text: str) -> list[str]:
         """Return the control tokens in marked text, in order."""
         return [token for piece in text.split(_BREAK) for token in self._pattern.findall(piece)]
+
+    def lost(self, text: str) -> list[str]:
+        """Return the characters of a text that become the unknown token."""
+        return [char for char in sorted({*text}) if self.unknown in self._raw(char)]
 
     def shared(self, a: str, b: str) -> str:
         """Return the longest common prefix that doesn't end inside a control token of either text."""

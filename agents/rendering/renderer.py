@@ -21,7 +21,7 @@ import json
 import logging
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -170,6 +170,8 @@ class Renderer:
         named = self.format is not hermes or hermes.marks[0] in template_text(tokenizer)
         self._known = self._set or own is not None or named
         """Whether the format of calls is known. If not, `reader` reads Hermes' format."""
+        self._named = getattr(tokenizer, "name_or_path", None) or "the model"
+        self._told_of_lost = False
         self.offered = False
         """Whether tools were offered. The first time, warnings name what the model doesn't see, or what isn't read."""
         self.pictures = pictures
@@ -218,6 +220,17 @@ class Renderer:
             return self._prompt(messages, tools)
         found = self._kept(asked)
         return replace(found, messages=messages, tools=tools, ids=found.ids[:], new=found.new[:])
+
+    def warn_of_lost(self, rendered: Rendered) -> None:
+        """Log a warning the first time that a run's prompt has characters that the tokenizer has no token for."""
+        if self._told_of_lost or self._codec.unknown is None or self._codec.unknown not in rendered.new:
+            return
+        text = "".join(_texts(rendered.messages[rendered.keep_messages :]))
+        if lost := self._codec.lost(text):
+            self._told_of_lost = True
+            shown = ", ".join(map(repr, lost[:5])) + ", ..." * (len(lost) > 5)
+            unknown = self._codec.token(self._codec.unknown)
+            log.warning("%s has no token for %s, and reads %s in the prompt instead", self._named, shown, unknown)
 
     def _prompt_of(self, asked: str) -> Rendered:
         """Render the prompt for messages and tools that are written as JSON."""
@@ -698,6 +711,17 @@ def _longest(
         if rank[1] and (best is None or rank > best):
             best = rank
     return (tracks[best[3]], best[1]) if best is not None else (None, 0)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in messages, and in the parts of their content."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts(value.get("content", value.get("text")))
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _texts(part)
 
 
 def _with_object(call: Message) -> Message:

@@ -11,6 +11,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import tapereel as tr
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
 from tapereel.agents.rendering.renderer import (
     Rendered,
@@ -20,7 +21,7 @@ from tapereel.agents.rendering.renderer import (
 )
 from tapereel.agents.rendering.tool_calls import read_tool_calls
 from tapereel.finetune.data.rows import rows
-from tapereel.tapes import Tape
+from tapereel.tapes import Answer, Tape
 from tapereel.tapes.arrays import ints
 from tapereel.tapes.errors import TapereelError, UsageError
 from tapereel.tapes.records import Begin, Call, End, Identity, Status, Task
@@ -570,3 +571,36 @@ def test_threads_can_share_a_renderer(renderer: Renderer) -> None:
         thread.join()
     assert len(found) == 800
     assert all(found)
+
+
+class Speaks(tr.Environment[Answer]):
+    async def reset(self, task: str) -> str:
+        return task
+
+    async def step(self, action: Answer) -> tr.Outcome:
+        return tr.Outcome(reward=1.0, terminated=True)
+
+
+@pytest.mark.parametrize(
+    ("system", "tasks", "lost"),
+    [
+        (None, ["ab 1", "b"], None),
+        (None, ["ab 1", "ab c1é", "d"], "'c', 'é'"),
+        ("cab", ["ab 1", "ab"], "'c'"),
+    ],
+)
+def test_a_run_names_the_characters_that_its_model_has_no_token_for_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, system: str | None, tasks: list[str], lost: str | None
+) -> None:
+    model = tr.save_tiny_model(tmp_path / "model", "ab 1", size="micro")
+    for k in range(2):  # once per run
+        caplog.clear()
+        settings = {"sampling.max_tokens": 2, "concurrency": 1}
+        tr.run(tr.ChatAgent(system), Speaks, tasks, model, out=tmp_path / f"r{k}", settings=settings)
+        said = [text for text in caplog.messages if "has no token for" in text]
+        assert said == ([f"{model} has no token for {lost}, and reads <|unk|> in the prompt instead"] if lost else [])
+    caplog.clear()
+    renderer = Renderer(char_tokenizer("ab 1"))
+    renderer.faults()
+    renderer.probe()
+    assert not caplog.messages, "probes aren't a run's prompts"
