@@ -91,8 +91,7 @@ async def delegate(name: str, agent: Agent, tape: Tape, llm: LLM) -> AsyncIterat
 
     The sub-agent's steps and calls have the path `<this agent>/<name>`, so each agent can be trained separately.
     """
-    if not name or "/" in name or name == "env":
-        raise UsageError(f"sub-agent name {name!r} is invalid: it must be non-empty, without '/', and not 'env'")
+    check_name(name)
     path = f"{tape.scope}/{name}" if tape.scope else name
     steps = agent.act(tape.now().within(path), llm)
     try:
@@ -105,6 +104,12 @@ async def delegate(name: str, agent: Agent, tape: Tape, llm: LLM) -> AsyncIterat
         close = getattr(steps, "aclose", None)
         if close is not None:
             await close()
+
+
+def check_name(name: str) -> None:
+    """Raise UsageError if `name` can't be a part of an agent's path."""
+    if not name or "/" in name or name == "env":
+        raise UsageError(f"agent name {name!r} is invalid: it must be non-empty, without '/', and not 'env'")
 
 
 def qualified(thing: type | Callable[..., object]) -> str:

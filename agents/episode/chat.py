@@ -11,12 +11,12 @@ from typing import Any
 
 from pydantic import JsonValue, ValidationError
 
-from ...tapes import Action, Answer, ParseError, Step, Tape, ToolCalls, ToolOffer, ToolResults
+from ...tapes import Action, Answer, ParseError, Sampling, Step, Tape, ToolCalls, ToolOffer, ToolResults
 from ...tapes.common.arguments import check_arguments
 from ...tapes.errors import UsageError
-from ..rendering.tool_calls import read_tool_calls, tool_name
-from .agent import Agent
-from .llm import LLM
+from ..rendering.tool_calls import read_tool_calls, tool_name, tool_schema
+from .agent import Agent, check_name
+from .llm import LLM, checked_sampling
 from .reply import Reply
 
 
@@ -62,11 +62,16 @@ class ChatAgent(Agent):
             raise UsageError(f"`plain` goes with `actions`, and {plain.__qualname__} must have one field, `text`")
         if misreads < 0:
             raise UsageError(f"misreads must be 0 or more, not {misreads}")
+        kinds = [action.kind for action in actions]
+        if twice := sorted({kind for kind in kinds if kinds.count(kind) > 1}):
+            raise UsageError(f"two of the `actions` have the kind {twice[0]!r}, so the model can't name one of them")
+        check_name(name)
+        checked_sampling("ChatAgent()", Sampling(), temperature=temperature, max_tokens=max_tokens)
         self.system = system
         self.actions = tuple(actions)
         self.plain = plain
         self.parse = parse
-        self.tools: tuple[dict[str, Any], ...] = tuple(tools)
+        self.tools: tuple[dict[str, Any], ...] = tuple(map(tool_schema, tools))
         self.misreads = misreads
         self.name = name
         self.temperature = temperature
@@ -87,7 +92,7 @@ class ChatAgent(Agent):
             except ValueError as error:
                 problem = _problem(error)
                 if tries_left == 0:
-                    raise TooManyParseErrors(f"{problem} (answer: {reply.text[:200]!r})") from error
+                    raise TooManyParseErrors(f"{problem} (answer: {reply.text[:200]!r}){self._lacking(bool(offered))}") from error
                 yield ParseError(problem=problem)
                 continue
             yield llm.read_from(action, reply)
@@ -120,8 +125,8 @@ class ChatAgent(Agent):
         if not calls:
             if self._plain is not None:
                 return self._plain.model_validate({"text": reply.text})
-            shape = '{"name": ..., "arguments": {...}}'
-            raise ValueError(f"Answer with a call of one of: {', '.join(self._names())}, as {shape}.")
+            shape, known = '{"name": ..., "arguments": {...}}', ", ".join(self._names())
+            raise ValueError(f"Answer with a call{f' of one of: {known}' if known else ''}, as {shape}.")
         typed = {a.kind: a for a in self._actions if a is not ToolCalls}
         if ToolCalls in self._actions and (len(calls) > 1 or calls[0].name not in typed):
             return ToolCalls(calls=tuple(calls))
@@ -130,6 +135,15 @@ class ChatAgent(Agent):
         if calls[0].name in typed:
             return typed[calls[0].name].model_validate(calls[0].arguments)
         raise ValueError(f"There is no {calls[0].name!r}. Call one of: {', '.join(self._names())}.")
+
+    def _lacking(self, offered: bool) -> str:
+        """Return what to do if the agent wants calls only, and no tools are offered."""
+        if offered or not self.actions or self.plain is not None:
+            return ""
+        return (
+            "; actions=[ToolCalls] asks for calls, and no tool is offered: use an environment that offers tools, such "
+            "as ToolEnvironment, or pass `tools`, or plain=Answer to accept answers without a call"
+        )
 
     def _names(self) -> list[str]:
         """Return the names of the action classes and of this agent's own tools."""

@@ -169,7 +169,7 @@ class LLM(Clock):
         )
         settings = sampling or self.sampling
         if sampling is not None or temperature is not None or max_tokens is not None:
-            settings = _sampling(settings, temperature=temperature, max_tokens=max_tokens)
+            settings = checked_sampling("llm()", settings, temperature=temperature, max_tokens=max_tokens)
         if messages is not None and system is not None:
             raise BadArgument("llm() got system and messages: make the system prompt the first of the messages")
         asked = check_messages(messages) if messages is not None else tape.messages(system)
@@ -585,14 +585,14 @@ def _stopped(call: _AskedCall, completion: Completion) -> Completion:
     return cut_at_stop(completion, stops, renderer.decode if renderer is not None else None)
 
 
-def _sampling(base: Sampling, **given: float | None) -> Sampling:
+def checked_sampling(caller: str, base: Sampling, **given: float | None) -> Sampling:
     """Return `base` with the values that a call gives. Raises BadArgument if a value is invalid. With it, an engine
     could fail for every request of a batch, and the record of the call couldn't be read."""
     try:
         return Sampling.model_validate({**vars(base), **{k: v for k, v in given.items() if v is not None}})
     except ValidationError as error:
         wrong = [f"{'.'.join(map(str, e['loc']))} is {short_repr(e['input'])}: {e['msg']}" for e in error.errors()]
-        raise BadArgument(f"llm(): {'; '.join(wrong)}") from error
+        raise BadArgument(f"{caller}: {'; '.join(wrong)}") from error
 
 
 def _check_types(**arguments: tuple[object, Any]) -> None:

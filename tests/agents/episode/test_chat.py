@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ from tapereel.agents import (
 )
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.envs import Environment, Outcome
-from tapereel.tapes import Answer, CauseType, ParseError, Status, Text, ToolCalls, ToolResult, ToolResults
+from tapereel.tapes import Action, Answer, CauseType, ParseError, Status, Text, ToolCalls, ToolResult, ToolResults
+from tapereel.tapes.errors import UsageError
 from tapereel.tapes.steps import Prompt, read_step
 
 from ..families import tokenizer
@@ -255,3 +257,34 @@ def test_a_call_in_a_thought_that_the_prompt_opened_is_not_made():
     model = ScriptedEngine([f"<tool_call>{call}</tool_call>", f"no.</think>{call}"], renderer=Renderer(tokenizer("r1")))
     tape = run(ChatAgent(actions=[Guess]), GuessNumber(), 7, engine=model)
     assert [type(s) for s in tape[1:]] == [ParseError, Guess]
+
+
+class Named(Action):
+    x: int
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"max_tokens": 0}, r"ChatAgent\(\): max_tokens is 0"),
+        ({"max_tokens": -1}, "max_tokens is -1"),
+        ({"temperature": -1.0}, "temperature is -1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"tools": [{}]}, "can't be offered"),
+        ({"tools": [{"type": "function"}]}, "can't be offered"),
+        ({"name": ""}, "agent name '' is invalid"),
+        ({"name": "a/b"}, "agent name 'a/b' is invalid"),
+        ({"name": "env"}, "agent name 'env' is invalid"),
+        ({"actions": [Named, Named]}, "two of the `actions`"),
+    ],
+)
+def test_arguments_that_no_call_could_use_are_refused_at_once(more: dict[str, Any], says: str):
+    with pytest.raises(UsageError, match=says):
+        ChatAgent(**more)
+
+
+def test_an_agent_that_wants_calls_where_no_tool_is_offered_says_what_to_do():
+    tape = run(ChatAgent(actions=[ToolCalls]), GuessNumber, 7, engine=ScriptedEngine(["left"] * 3))
+    assert tape.cause is not None
+    assert re.search(r"no tool is offered.*ToolEnvironment.*`tools`.*plain=Answer", str(tape.cause.message))
+    assert "call of one of: ," not in str(tape.messages())
