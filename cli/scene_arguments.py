@@ -33,7 +33,8 @@ def add_scene_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="a model folder, a model on the Hugging Face Hub as org/name[@revision], or litellm:NAME if it is hosted",
+        help="a model folder or GGUF file, a model on the Hugging Face Hub as org/name[@revision], or litellm:NAME "
+        "if it is hosted",
     )
     parser.add_argument("--seed", metavar="N", help="seed for sampling and environments (default 0)")
     add_out_arguments(parser)

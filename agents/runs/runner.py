@@ -37,7 +37,7 @@ from ..engines.team_engine import check_seats
 from ..episode.rollout import rollout
 from ..episode.seeds import derive_seed
 from ..episode.spec import EpisodeSpec
-from ..setup.engine_config import check_models, warn_of_faults
+from ..setup.engine_config import check_models, pinned, warn_of_faults
 from ..setup.profiles import fitted
 from ..setup.setup import AgentSource, EnvSource, LoadedSetup, Setup, TasksSource
 from ..setup.team_config import AttemptsConfig, RolloutConfig, check_outermost, make_team
@@ -145,7 +145,7 @@ def run(
     started = time.perf_counter()
     # Load the objects before the event loop starts, because the user's code that makes them may run its own.
     check_models([config.engine, *(player.engine for player in config.players.values())])
-    config, setup = fitted(config).resolve(agent=agent, env=env, tasks=tasks)
+    config, setup = fitted(pinned(config)).resolve(agent=agent, env=env, tasks=tasks)
     check_outermost(config.players, setup.agent.path)
     check_free(out)  # checked before a model is loaded
     with setup:

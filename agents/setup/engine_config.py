@@ -11,13 +11,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, cast
 
-from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
+from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
 from ...envs.load_named import load_function
 from ...tapes.common.config import Config
-from ...tapes.common.hub import NotFound, model_folder
+from ...tapes.common.hub import NotFound, model_folder, pinned_name
 from ...tapes.common.plain_json import read_plain
 from ...tapes.common.redact import names_secret
 from ...tapes.errors import MissingExtra, UsageError
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ..vision.vision import PictureTokens
 
 log = logging.getLogger(__name__)
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 
 class RendererConfig(Config):
@@ -177,8 +178,11 @@ class EmbeddedConfig(SlotsConfig, ComputeConfig):
 
     kind: Literal["embedded"] = "embedded"
     model: str
-    """A folder in Hugging Face format (model and tokenizer, with a chat template), or a model on the Hugging Face hub
-    as `org/name` or `org/name@revision`. If a folder of that name exists, the folder is used."""
+    """A folder in Hugging Face format (model and tokenizer, with a chat template), a GGUF file, or a model on the
+    Hugging Face hub as `org/name` or `org/name@revision`. If a folder of that name exists, the folder is used.
+
+    A GGUF file needs the extra `gguf`. It is dequantised once into `$XDG_CACHE_HOME/tapereel/gguf`, rounded to
+    bfloat16, and the run records its SHA-256."""
 
 
 class ServerConfig(SlotsConfig, OptionsConfig, ServerSettings):
@@ -334,6 +338,20 @@ def check_models(engines: Iterable[AnyEngineConfig]) -> None:
             from ..vision.video import need_torchvision
 
             need_torchvision()
+
+
+def pinned(config: ConfigT) -> ConfigT:
+    """Return a run's configuration with each GGUF file that an engine names pinned to its content (`pinned_name`)."""
+    whole: Any = config
+    players = {name: player.model_copy(update=_pin(player)) for name, player in whole.players.items()}
+    return config.model_copy(update=_pin(whole) | ({"players": players} if players else {}))
+
+
+def _pin(policy: Any) -> dict[str, AnyEngineConfig]:
+    engine: AnyEngineConfig = policy.engine
+    if isinstance(engine, ScriptedConfig | LiteLLMConfig) or engine.model is None:
+        return {}
+    return {"engine": engine.model_copy(update={"model": pinned_name(engine.model)})}
 
 
 @dataclass(frozen=True)

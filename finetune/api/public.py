@@ -31,7 +31,9 @@ from .run_handle import Model, Run, engine_settings
 if TYPE_CHECKING:
     from ..run.train_run import TrainSummary
 
-Trainable = Annotated[str | Path, "a model's folder or its name on the hub: answers have no weights to train"]
+Trainable = Annotated[
+    str | Path, "a model's folder, its GGUF file or its name on the hub: answers have no weights to train"
+]
 _HELD_OUT = "evaluation.tasks"
 RecipeName = Annotated[str, "the name of a recipe, as 'my_recipes.py:mine': a resumed run finds it again by its name"]
 
@@ -109,11 +111,12 @@ def train(
 ) -> Run[TrainSummary]:
     """Train a model on the agent's episodes. Rollouts continue while the trainer updates the weights.
 
-    `model` is a folder in Hugging Face format, or a model on the hub as `org/name` or `org/name@revision`. `updates` is
-    the number of updates in the loop. `recipe` is the name of a recipe, such as `grpo`, or `module:name`. `updates` and
-    `recipe` have the same defaults as in `tapereel train`. `settings` can set any setting of `tapereel train` by its
-    dotted key, as in `{"loop.optimiser.lr": 1e-3}`. `evaluation.tasks` may be a `Taskset`, such as the second part of
-    `Taskset.split`. In the returned run, `summary.model` is the folder of the trained model.
+    `model` is a folder in Hugging Face format, a GGUF file, or a model on the hub as `org/name` or
+    `org/name@revision`. `updates` is the number of updates in the loop. `recipe` is the name of a recipe, such as
+    `grpo`, or `module:name`. `updates` and `recipe` have the same defaults as in `tapereel train`. `settings` can set
+    any setting of `tapereel train` by its dotted key, as in `{"loop.optimiser.lr": 1e-3}`. `evaluation.tasks` may be a
+    `Taskset`, such as the second part of `Taskset.split`. In the returned run, `summary.model` is the folder of the
+    trained model.
 
     Raises UsageError, and writes nothing, if an argument is invalid, or if `out` holds a run and `resume` is false, or
     no run and `resume` is true.

@@ -218,10 +218,11 @@ class Run(Generic[SummaryT]):
 
 Model = Annotated[
     str | Path | Sequence[str],
-    "a model's folder or its name, an engine of your own as 'my_engines.py:Echo', or a list of answers",
+    "a model's folder, its GGUF file or its name, an engine of your own as 'my_engines.py:Echo', or a list of answers",
 ]
-"""A model: a folder in Hugging Face format, a model on the hub as `org/name` or `org/name@revision`, a hosted model by
-its name in litellm as `litellm:openai/gpt-4o-mini`, an engine as `module:name` or `file.py:name`, or a list of answers.
+"""A model: a folder in Hugging Face format, a GGUF file, a model on the hub as `org/name` or `org/name@revision`, a
+hosted model by its name in litellm as `litellm:openai/gpt-4o-mini`, an engine as `module:name` or `file.py:name`, or a
+list of answers.
 
 In a list, the k-th answer is the reply to the k-th request of every episode.
 """

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from ...agents.runs.runner import ScoresConfig, SuccessConfig
-from ...agents.setup.engine_config import check_models
+from ...agents.setup.engine_config import check_models, pinned
 from ...agents.setup.setup import Setup, TasksConfig
 from ...agents.setup.team_config import threads_of
 from ...envs.curriculum import EASY, HARD
@@ -205,7 +205,7 @@ class TrainConfig(Setup, TrackedConfig):
                 raise UsageError(f"{setting}: the file {name} doesn't exist")
         for run in () if resume else filter(None, (self.warm, self.curriculum)):
             Store.open(run.tapes).close()
-        return fitted(self)
+        return fitted(pinned(self))
 
     @property
     def threads(self) -> int:

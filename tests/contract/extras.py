@@ -127,6 +127,14 @@ def qlora() -> None:
     assert list(folder.glob("checkpoints/*/hf/adapter_config.json"))
 
 
+def gguf() -> None:
+    from tiny_gguf import save_tiny_gguf  # beside this script
+
+    os.environ["XDG_CACHE_HOME"] = os.path.abspath("cache")
+    save_tiny_gguf(Path("tiny.gguf"))
+    verb("run", *SCENE, "--model", "tiny.gguf", "--out", "run", "--set", "sampling.max_tokens=1")
+
+
 def demo() -> None:
     from tapereel.envs.adapters.reasoning import reasoning_tasks
 
@@ -338,6 +346,7 @@ def site() -> None:
 SMOKES: dict[str, Callable[[], object]] = {
     "train": training,
     "lora": lora,
+    "gguf": gguf,
     "qlora": qlora,
     "demo": demo,
     "track": tracked("tensorboard"),
