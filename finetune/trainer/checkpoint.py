@@ -204,8 +204,12 @@ class ModelWeights:
 
 def copied_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return a copy of every parameter and buffer in the model's `state_dict`. Another thread can use it while the
-    model changes."""
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    model changes. A tied weight is copied once, so that a file stores it once too."""
+    made: dict[Tensor, Tensor] = {}
+    for tensor in (state := model.state_dict(keep_vars=True)).values():
+        if tensor not in made:
+            made[tensor] = tensor.detach().clone()
+    return {name: made[tensor] for name, tensor in state.items()}
 
 
 def write_parts(folder: Path, tensors: Mapping[str, Tensor], group: distributed.ProcessGroup | None = None) -> None:
