@@ -37,6 +37,8 @@ from .player_config import Frozen, TrainedConfig, TrainerConfig
 
 log = logger("train")
 
+MOVED = 0.1
+"""SmolLM2-135M learned nothing when 2 % of its weights could change in bfloat16, and slowly with 15 %."""
 MERGE = (
     'python -c "from peft import AutoPeftModelForCausalLM as M; from transformers import AutoTokenizer as T; '
     "f, m = {}, 'merged'; M.from_pretrained(f).merge_and_unload().save_pretrained(m); "
@@ -104,6 +106,23 @@ class Policy:
         """Return this policy with the dtype that `loop` sets for the forward pass."""
         name = loop.optimiser.autocast
         return replace(self, autocast=None if name is None else getattr(torch, name))
+
+    def check_rate(self, loop: LoopConfig) -> None:
+        """Log a warning if sampling rounds weights to bfloat16, and the updates of the loop are too small to change
+        more than `MOVED` of them there. AdamW moves a weight by about the learning rate."""
+        if self.autocast is not torch.bfloat16 or self.held is not None or hasattr(self.model, "peft_config"):
+            return
+        steps, settings = loop.epochs * loop.minibatches, loop.optimiser
+        far = settings.lr * steps * sum(map(settings.schedule.factor, range(loop.updates)))
+        matrices = [p.detach().flatten()[::101] for p in self.model.parameters() if p.requires_grad and p.ndim == 2]
+        changed = sum(int(((w + far).bfloat16() != w.bfloat16()).sum()) for w in matrices)
+        share = changed / max(sum(map(len, matrices)), 1)
+        if loop.updates and share < MOVED:
+            log.warning(
+                f"loop.optimiser.lr={settings.lr:g} moves a weight by about {far:.1g} in {loop.updates} updates, and "
+                f"sampling rounds weights to bfloat16 (loop.optimiser.autocast), where only {share:.0%} of them can "
+                "change by that: raise lr, remove autocast, or train adapters (trainer.lora)"
+            )
 
     async def sampler(self, version: str) -> TrainableEngine:
         """Return the engine that samples for the loop, with the current weights."""

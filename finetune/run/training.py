@@ -22,6 +22,7 @@ from ...tapes import Tape
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
 from ...tapes.common.stats import fixed, mean_of
+from ...tapes.common.text import logger
 from ...tapes.records import Use
 from ...tapes.store.run_directory import METRICS, Evaluations, HeldOut, RunDir, read_metrics
 from ..data.by_agent import rewards_of
@@ -38,6 +39,7 @@ from .players import NO_WARM_START, Player
 from .train_config import EndedBy, MeasuredBy
 from .warm_start import bring_in, warm_start
 
+log = logger("train")
 OnEpisode = Callable[[int, Tape], object]
 """A callback that gets the number of updates so far and one episode of the last update's batch."""
 
@@ -49,6 +51,17 @@ async def closing(engine: Engine) -> AsyncIterator[Engine]:
         yield engine
     finally:
         await engine.close()
+
+
+def base_rate(before: Evaluations) -> str:
+    """Describe the evaluation before training. If all its rewards are 0 or all are 1, say what that means for RL."""
+    sampled = before["sampled"]
+    means = ", ".join(f"{fixed(part.mean)} {name}" for name, part in before.items())
+    said = f"mean reward before training: {means} ({sampled.n} held-out episodes)"
+    if sampled.error or sampled.mean not in (0.0, 1.0):
+        return said
+    way = "easier tasks, a warm start (warm.tapes) or a larger model" if sampled.mean == 0 else "harder tasks"
+    return f"{said}. RL compares better attempts with worse ones, and there was no difference: take {way}"
 
 
 class Training:
@@ -82,6 +95,8 @@ class Training:
 
     def complete(self) -> None:
         """Restore the weights, then run the warm start and the loop with its evaluations."""
+        if self.history.updates == 0:
+            self.policy.check_rate(self.loop)
         results, tapes = self.run.results, self._imitated()
         self.restore()
         self._imitate(tapes)
@@ -239,6 +254,7 @@ class Training:
                 results.before = await self.evaluate(engine, "before")
             self._note_evaluation(0, results.before)
             self.run.save()
+            log.info("%s", base_rate(results.before))
         try:
             await self._make_updates()
         except BaseException:

@@ -83,8 +83,9 @@ def test_run_train_and_check_model_open_a_gguf_file_and_record_its_digest(
 
 def test_evaluate_takes_a_gguf_file(tiny: Path, tmp_path: Path):
     sets = {"sampling.max_tokens": 2}
-    scores = tr.evaluate(f"{DIGITS}:player", f"{DIGITS}:Digits", ["1", "2"], tiny, out=tmp_path / "run", settings=sets)
-    assert (scores.tasks, scores.without) == (2, 0)
+    scene = (f"{DIGITS}:player", f"{DIGITS}:Digits", f"{DIGITS}:held_out")
+    scores = tr.evaluate(*scene, tiny, out=tmp_path / "run", settings=sets)
+    assert (scores.tasks, scores.without) == (10, 0)
 
 
 @pytest.mark.parametrize("cut", [0, 20, 300, 5000, 30_000, -10])

@@ -1,0 +1,55 @@
+"""What a run says before its first update: the base rate, and a learning rate that sampling can't see."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
+from tapereel.finetune.loop.loop_config import LoopConfig
+from tapereel.finetune.run.policy import Policy
+from tapereel.finetune.run.training import base_rate
+from tapereel.tapes.store.run_directory import HeldOut
+
+
+def held_out(mean: float | None, error: float | None, n: int = 117) -> HeldOut:
+    return HeldOut(mean=mean, error=error, n=n, metrics={}, reward=None, pass_at={})
+
+
+def test_the_base_rate_is_said_with_and_without_temperature():
+    said = base_rate({"sampled": held_out(0.094, 0.027), "greedy": held_out(0.701, 0.042)})
+    assert said == "mean reward before training: 0.094 sampled, 0.701 greedy (117 held-out episodes)"
+
+
+@pytest.mark.parametrize(
+    ("mean", "error", "way"),
+    [(0.0, 0.0, "easier tasks"), (1.0, 0.0, "harder tasks"), (0.0, 0.1, None), (0.5, 0.0, None), (None, None, None)],
+)
+def test_rewards_without_a_difference_get_one_sentence_more(mean: float | None, error: float | None, way: str | None):
+    said = base_rate({"sampled": held_out(mean, error)})
+    assert ("there was no difference" in said) == (way is not None)
+    assert way is None or way in said
+
+
+def policy(autocast: torch.dtype | None) -> Policy:
+    model: Any = tiny_model(char_tokenizer(), "micro").to(torch.bfloat16).float()
+    return Policy(model, None, cast(Any, None), autocast=autocast)
+
+
+@pytest.mark.parametrize(
+    ("autocast", "lr", "updates", "warns"),
+    [
+        (torch.bfloat16, 1e-7, 12, True),
+        (torch.bfloat16, 1e-3, 12, False),
+        (torch.bfloat16, 1e-7, 0, False),
+        (None, 1e-7, 12, False),
+    ],
+)
+def test_a_rate_that_cannot_move_rounded_weights_is_warned_about(
+    autocast: torch.dtype | None, lr: float, updates: int, warns: bool, caplog: pytest.LogCaptureFixture
+):
+    loop = LoopConfig.model_validate({"updates": updates, "optimiser": {"lr": lr}})
+    policy(autocast).check_rate(loop)
+    assert ["loop.optimiser.lr=1e-07" in line for line in caplog.messages] == [True] * warns
