@@ -31,8 +31,9 @@ from .sequence_parallel import SequenceRanks, Together
 MICRO_TOKENS = 2048
 """Largest number of tokens (including padding) plus picture patches in a micro-batch. This value was the best in
 measurements with small models on one CPU thread."""
-SHARE_TOKENS = 64
-"""Length of the shortest prefix that is worth its own forward pass."""
+SHARE_TOKENS = 16
+"""Length of the shortest prefix that is worth its own forward pass. With SmolLM2-135M, prompts of 37 tokens and answers
+of 16, an update took 0.65 of the CPU time with 16 instead of 64."""
 SHARE_SAVED = 0.25
 """A group's shared prefix is forwarded once if this saves at least this share of the group's tokens.
 
