@@ -92,7 +92,8 @@ class ChatAgent(Agent):
             except ValueError as error:
                 problem = _problem(error)
                 if tries_left == 0:
-                    raise TooManyParseErrors(f"{problem} (answer: {reply.text[:200]!r}){self._lacking(bool(offered))}") from error
+                    said = f"(answer: {reply.text[:200]!r})"
+                    raise TooManyParseErrors(f"{problem} {said}{self._lacking(bool(offered))}") from error
                 yield ParseError(problem=problem)
                 continue
             yield llm.read_from(action, reply)

@@ -107,9 +107,6 @@ class ComputeConfig(Config):
     """The device, such as `cpu`, `cuda` or `cuda:1`. `auto` is a GPU if torch finds one."""
     dtype: Dtype = "float32"
     """The dtype of the model's weights. In training, `bfloat16` is allowed only if just adapters are trained."""
-    threads: int = Field(default=1, ge=1)
-    """Number of torch threads in the process. If several policies or embedded engines set it, the largest number
-    applies. With one thread, the speed doesn't drop while other work runs on the machine."""
 
 
 class OptionsConfig(Config):
@@ -177,6 +174,9 @@ class EmbeddedConfig(SlotsConfig, ComputeConfig):
     """
 
     kind: Literal["embedded"] = "embedded"
+    threads: int = Field(default=1, ge=1)
+    """Number of torch threads in the process. If several policies or embedded engines set it, the largest number
+    applies. With one thread, the speed doesn't drop while other work runs on the machine."""
     model: str
     """A folder in Hugging Face format (model and tokenizer, with a chat template), a GGUF file, or a model on the
     Hugging Face hub as `org/name` or `org/name@revision`. If a folder of that name exists, the folder is used.

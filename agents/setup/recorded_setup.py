@@ -82,4 +82,5 @@ def with_trainer_settings(engine: Mapping[str, JsonValue], trainer: Mapping[str,
     """Return engine settings for sampling outside training. An embedded engine gets the trainer's device settings."""
     if engine.get("kind") != "embedded":
         return dict(engine)
-    return {**engine, **{key: trainer[key] for key in ("device", "dtype", "threads") if key in trainer}}
+    given = {key: trainer.get(key) for key in ("device", "dtype", "threads")}
+    return {**engine, **{key: value for key, value in given.items() if value is not None}}

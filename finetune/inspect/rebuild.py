@@ -77,7 +77,8 @@ def follow(run: Path, ranks: Ranks) -> object:
     """Compute this rank's share of the updates that rank 0 applies again, and return rank 0's result."""
     try:
         config = present_config(run)
-        torch.set_num_threads(config.threads)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
         loaded = LoadedRun.recorded(config, run, ranks)
     except TapereelError:
         command, result = cast("tuple[str, object]", ranks.broadcast())

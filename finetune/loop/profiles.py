@@ -21,6 +21,7 @@ PROFILES: tuple[Default, ...] = (
     Default("warm.optimiser.lr", 3e-3, 2e-5, 2e-5, "TRL's SFTConfig; LoRA Without Regret", 10, 2e-4),
     Default("warm.optimiser.gradient_checkpointing", False, True, True, "TRL's SFTConfig", 0, None),
     SLOTS,
+    Default("trainer.threads", 1, None, None, "torch's own number; a tiny model gains nothing by more", 0, None),
     Default("evaluation.fraction", 0.25, 0.1, 0.1, "a tenth of few tasks is too few to see a rise", 0, None),
     Default("evaluation.engine", None, "loop", "loop", "another copy of the weights costs memory", 0, None),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from ...agents.engines.embedded.pretrained import Attention
 from ...agents.engines.weights.weight_config import AdapterConfig
@@ -55,6 +55,10 @@ TrainedEngine = Annotated[
 class TrainerConfig(ComputeConfig):
     """Where and how a policy is trained. An embedded engine samples with a copy of the policy on the same device."""
 
+    threads: int | None = Field(default=None, ge=1)
+    """Number of torch threads in the process, or None for torch's own number, which `OMP_NUM_THREADS` sets. If several
+    policies or embedded engines set it, the largest number applies. With one thread, the speed doesn't drop while other
+    work runs on the machine."""
     attention: Attention | None = None
     """The attention implementation for training. None lets transformers choose. Sampling uses `sdpa` or `eager`."""
     lora: AdapterConfig | None = None
@@ -134,8 +138,8 @@ def check_engine(
     above = f"players.{player}." if player else ""
     name, trains = f"{above}engine", f"{above}trainer"
     if isinstance(engine, EmbeddedConfig):
-        for key, setting in ComputeConfig.model_fields.items():
-            if (value := getattr(engine, key)) != setting.default:
+        for key in (*ComputeConfig.model_fields, "threads"):
+            if (value := getattr(engine, key)) != EmbeddedConfig.model_fields[key].default:
                 raise ValueError(
                     f"{name}.{key} is {trains}.{key} in training, since the engine samples with a copy of the "
                     f"trained model: set {trains}.{key}={value} and remove {name}.{key}"

@@ -208,8 +208,9 @@ class TrainConfig(Setup, TrackedConfig):
         return fitted(pinned(self))
 
     @property
-    def threads(self) -> int:
-        """The number of torch threads in the process."""
-        trainers = (self.trainer, *(player.trainer for player in self.players.values()))
+    def threads(self) -> int | None:
+        """The number of torch threads in the process, or None to leave torch's own number."""
+        trainers = (self.trainer, *(player.trainer for player in self.players.values() if not player.frozen))
+        chosen = [trainer.threads for trainer in trainers if trainer.threads is not None]
         frozen = threads_of(player.engine for player in self.players.values())
-        return max(frozen, *(trainer.threads for trainer in trainers))
+        return max(frozen, *chosen) if chosen else None

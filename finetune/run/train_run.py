@@ -120,7 +120,8 @@ def train(
         resume = (Path(out) / CONFIG).exists()
     if setup is None:
         config, setup = config.checked(resume).resolve(agent=agent, env=env, tasks=tasks)
-    torch.set_num_threads(config.threads)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     with setup, launched(**config.processes.model_dump()) as ranks:
         if not ranks.rank:
             check_free(out)  # before a model is loaded
