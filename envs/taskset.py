@@ -264,7 +264,8 @@ def as_task(item: object, k: int, row: Row | None = None) -> Task:
         raise BadTasks(f"item {k}: {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
-        place, found = ".".join(map(str, first["loc"][::2])), first["input"]  # between two keys is the type of the value
+        place = ".".join(map(str, first["loc"][::2]))  # between two keys is the type of the value
+        found = first["input"]
         image = isinstance(found, bytes) or type(found).__module__.partition(".")[0] == "PIL"
         raise BadTasks(
             f"item {k} is not a task: {place} is {shown(found)}, and {first['msg']}; the parts of a task must be JSON "
