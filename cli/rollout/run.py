@@ -9,8 +9,7 @@ from ...tapes.common.config import Setting, dump_config, load_config
 from ...tapes.common.stats import fixed
 from ...tapes.common.text import counted
 from ...tapes.store.books import spent
-from ...tapes.view.overview import command
-from ..console import Exit, Section, answer
+from ..console import Exit, Section, answer, command
 from ..progress_bars import live_progress
 from ..scene_arguments import add_config_arguments, add_scene_arguments, resumable, run_directory, scene_settings
 from ..score_lines import cut_lines, lost_line, read_k, score_lines
