@@ -2,10 +2,10 @@
 
     python benchmarks/house.py                this checkout
     python benchmarks/house.py CHECKOUT       another one
-    python benchmarks/house.py --places NAME  the places of one count: "pins", "parameters", or a habit
+    python benchmarks/house.py --places NAME  the places of one count: "pins", "parameters", "upward", or a habit
 
-The files of an update are counted while the lab of `tests/finetune/loop` runs one, so this needs the extra `train`. The
-tables of docs/project/measurements.md come from here.
+The files of an update are counted while the lab of `tests/finetune/loop` runs one, and the objects in a run of `train`,
+so this needs the extra `train`. The tables of docs/project/measurements.md come from here.
 """
 
 from __future__ import annotations
@@ -22,29 +22,15 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = ("tapes", "envs", "agents", "finetune", "cli")
 MANY = 8
 """Parameters from which a function is counted."""
 
-NESTED = (
-    {"TrainingRun"},
-    {"Training"},
-    {"Phases"},
-    {"Team", "Players", "Player"},
-    {"Policy"},
-    {"Loop"},
-    {"Rollouts"},
-    {"History"},
-    {"Trainer", "DistributedTrainer"},
-)
-"""The classes of `finetune` whose objects nest during one update, from the outside in.
-
-Classes in one set are alternatives and count once. A set counts when `finetune`, apart from `inspect`, defines one of
-its classes at the top of a module. The list is kept by hand: add a class that takes over a place here.
-"""
+COMMENTED = ("finetune/loop/", "finetune/objective/", "finetune/trainer/")
+"""The rooms that an update passes through, whose comments are counted apart."""
 
 
 class Habit(NamedTuple):
@@ -197,39 +183,161 @@ def habits(sources: Sources) -> dict[str, str]:
     return {name: f"{rate:.1f} ({rate / HABITS[name].anchor:.1f} x)" for name, rate in rates.items()}
 
 
+def upward(sources: Sources) -> list[str]:
+    """The strings of `tapes` and `agents` that name something of a floor above: a setting or a verb.
+
+    A setting is a group of `TrainConfig` with one of its fields, as `loop.max_lag`. The groups that a class of `agents`
+    has too, as `engine`, count only in `tapes`. A verb is the name of a command, as `tapereel verify`. Docstrings don't
+    count.
+    """
+    classes = sources.derived({"Config"})
+    own = {id(node) for name, tree in sources.package.items() if name.startswith("agents/") for node in tree.body}
+
+    def fields(nodes: list[ast.ClassDef]) -> set[str]:
+        lines = [line for node in nodes for line in node.body if isinstance(line, ast.AnnAssign)]
+        return {ast.unparse(line.target) for line in lines if "ClassVar" not in ast.unparse(line.annotation)}
+
+    known = fields(classes)
+    groups = fields([node for node in classes if node.name == "TrainConfig"])
+    lower = fields([node for node in classes if id(node) in own])
+    verbs = next(
+        ast.literal_eval(line.value)
+        for line in sources.package["cli/command.py"].body
+        if isinstance(line, ast.AnnAssign) and line.value is not None and ast.unparse(line.target) == "VERBS"
+    )
+    found = []
+    for floor, named in (("tapes", groups), ("agents", groups - lower)):
+        above = re.compile(
+            rf"\b(?:{'|'.join(sorted(named))})\.(?:{'|'.join(sorted(known))})\b|\btapereel (?:{'|'.join(verbs)})\b"
+        )
+        for name, tree in sources.package.items():
+            if name.startswith(f"{floor}/"):
+                said = {id(line.value) for node in ast.walk(tree) for line in _body(node) if isinstance(line, ast.Expr)}
+                for node in ast.walk(tree):
+                    if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
+                        found += [f"{name}:{node.lineno} {match}" for match in above.findall(node.value)[:1]]
+    return found
+
+
+def _body(node: ast.AST) -> list[ast.stmt]:
+    body = getattr(node, "body", None)
+    return body if isinstance(body, list) else []
+
+
 UPDATE = """
 import json, sys, tempfile, threading
 from pathlib import Path
 root = sys.argv[1] + "/"
-seen = set()
+seen, changes, last = set(), [0, 0], [None]
 def note(frame, event, argument):
     file = frame.f_code.co_filename
-    if event == "call" and file.startswith(root) and frame.f_code.co_name != "<module>":
+    ours = file.startswith(root) and frame.f_code.co_name[0] != "<"
+    if event == "call" and ours:
         seen.add(file.removeprefix(root))
+        if last[0] is None and frame.f_code.co_qualname == "History.update":
+            last[0] = file
+        elif last[0] is not None:
+            changes[0] += last[0] != file
+            changes[1] += last[0].rpartition("/")[0] != file.rpartition("/")[0]
+            last[0] = file
+    elif event == "return" and frame.f_code.co_qualname == "History.update":
+        last[0] = None
 from tapereel.tests.finetune.loop import lab
 threading.setprofile(note)
 sys.setprofile(note)
 lab.run(Path(tempfile.mkdtemp()) / "run", lab.settings_of(updates=1, max_lag=0))
 sys.setprofile(None)
-print(json.dumps(sorted(file for file in seen if file.partition("/")[0] != "tests")))
+files = sorted(file for file in seen if file.partition("/")[0] != "tests")
+print(json.dumps({"counts": {"files": len(files), "changes": changes[0], "room changes": changes[1]}}))
+"""
+
+"""Runs one update of the lab, from the empty store to its last record.
+
+Counts the files of which a function runs, and how often consecutive Python calls below `History.update` are in
+different files (and rooms).
+"""
+
+OBJECTS = """
+import gc, json, sys, tempfile
+from functools import partial
+from pathlib import Path
+from types import CellType, FunctionType, MethodType
+import torch
+import tapereel as tr
+from tapereel.finetune.loop.loop import Loop
+from tapereel.finetune.trainer.trainer import Trainer
+sys.path.insert(0, sys.argv[1] + "/examples")
+import digits
+torch.set_num_threads(1)
+folder = Path(tempfile.mkdtemp())
+digits.save_model(folder / "model")
+FOLLOWED = (dict, list, tuple, set, CellType, FunctionType, MethodType, partial)
+
+def ours(one):
+    return type(one).__module__.startswith("tapereel.finetune.") and not isinstance(one, torch.nn.Module)
+
+def parts(one):
+    if isinstance(one, FunctionType):
+        return one.__closure__ or ()
+    return gc.get_referents(one)
+
+def count(loop):
+    edges, kept, waiting = {}, {id(loop): loop}, [loop]
+    while waiting:
+        one = waiting.pop()
+        found = [part for part in parts(one) if ours(part) or isinstance(part, (*FOLLOWED, torch.nn.Module))]
+        edges[id(one)] = set(map(id, found))
+        for part in found:
+            if id(part) not in kept:
+                kept[id(part)] = part
+                if not isinstance(part, torch.nn.Module):
+                    waiting.append(part)
+    [model] = {id(one.model) for one in kept.values() if isinstance(one, Trainer)}
+    holding = {key for key, found in edges.items() if model in found}
+    holding |= {key for key, found in edges.items() if any(key in holding and type(kept[key]) is dict for key in found)}
+    leading, more = set(), {model}
+    while more:
+        leading |= more
+        more = {key for key, found in edges.items() if key not in leading and found & leading}
+    return [sorted(type(kept[key]).__name__ for key in keys if ours(kept[key])) for keys in (holding, leading)]
+
+run = Loop.run
+async def watched(self):
+    await run(self)
+    holding, nested = count(self)
+    print(json.dumps({"counts": {"holding": holding, "nested": nested}}))
+Loop.run = watched
+settings = {"loop.groups": 2, "loop.group_size": 4, "loop.sampling.max_tokens": 1, "evaluation.fraction": 0}
+model = str(folder / "model")
+tr.train(digits.player, digits.Digits, digits.tasks(), model, updates=1, out=folder / "run", settings=settings)
+"""
+"""Runs one update of `train`, and then follows the attributes of its `Loop`, and the objects that methods and functions
+among them are bound to.
+
+Names the objects of `finetune` that have the trained model as an attribute, and those that lead to it.
 """
 
 
-def executed(root: Path) -> list[str] | None:
-    """The files of which one update of the lab, from the empty store to its last record, runs a function.
-
-    None, with the reason on stderr, if the update can't be run.
-    """
+def measured(root: Path, script: str) -> dict[str, Any]:
+    """The counts that `script` prints about a checkout. None, with the reason on stderr, if it can't be run."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder).resolve() / "tapereel"  # the checkout's folder may have another name
         package.symlink_to(root.resolve())
         env = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1", "TMPDIR": folder}
-        command = [sys.executable, "-c", UPDATE, str(package)]
+        command = [sys.executable, "-c", script, str(package)]
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     if done.returncode:
         print(f"The update can't be run:\n{done.stderr}", file=sys.stderr)
-        return None
-    return json.loads(done.stdout.splitlines()[-1])
+        return {}
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"counts"')))["counts"]
+
+
+def comments(sources: Sources, *below: str) -> tuple[int, int]:
+    """(lines that are a comment, all lines) of the modules whose names begin with one of `below`."""
+    lines = [
+        line.strip() for name in sources.package if name.startswith(below) for line in sources.text(name).splitlines()
+    ]
+    return sum(line.startswith("# ") and "type: ignore" not in line for line in lines), len(lines)
 
 
 def counts(root: Path) -> dict[str, object]:
@@ -237,33 +345,26 @@ def counts(root: Path) -> dict[str, object]:
     sources = Sources(root)
     modules = [name for name in sources.package if "/" in name and not name.endswith("__init__.py")]
     rooms = Counter(name.rpartition("/")[0] for name in modules)
-    below = [name for name in rooms if name.startswith("finetune/")]
-    trained = {name: tree for name, tree in sources.package.items() if name.startswith("finetune/")}
-    defined = {
-        node.name
-        for name, tree in trained.items()
-        if not name.startswith("finetune/inspect/")
-        for node in tree.body
-        if isinstance(node, ast.ClassDef)
-    }
     sizes = [number for number, _ in functions(sources)]
-    update = executed(root)
+    update, objects = measured(root, UPDATE), measured(root, OBJECTS)
     fields, classes = settings(sources)
+    commented, lines = comments(sources, *COMMENTED)
     return {
         "modules": len(sources.package),
         "lines of package": sources.lines(sources.package),
         "lines of tests": sources.lines(sources.tests),
         "statements": sum(isinstance(n, ast.stmt) for tree in sources.package.values() for n in ast.walk(tree)),
-        "comments": sum(
-            line.strip().startswith("# ") and "type: ignore" not in line
-            for name in sources.package
-            for line in sources.text(name).splitlines()
-        ),
+        "comments": comments(sources, "")[0],
+        "comments per 1,000 lines of loop, trainer and objective": round(1000 * commented / lines, 1),
         "rooms": len(rooms),
         "modules in the fullest room": max(rooms.values()),
-        "rooms of finetune": len(below),
-        "objects nested for one update": sum(bool(place & defined) for place in NESTED),
-        "files executed by one update": None if update is None else len(update),
+        "rooms of finetune": sum(name.startswith("finetune/") for name in rooms),
+        "objects that hold the trained model": objects.get("holding"),
+        "objects nested for one update": objects.get("nested"),
+        "files executed by one update": update.get("files"),
+        "changes of file inside History.update": update.get("changes"),
+        "changes of room inside History.update": update.get("room changes"),
+        "places where tapes and agents name a floor above": len(upward(sources)),
         f"functions with {MANY} or more parameters": sum(size >= MANY for size in sizes),
         "the same functions, with ** as one parameter": sum(n >= MANY for n, _ in functions(sources, by_key=False)),
         "largest number of parameters": sizes[0],
@@ -278,8 +379,8 @@ def counts(root: Path) -> dict[str, object]:
 def places(root: Path, name: str) -> Iterator[str]:
     """The places that one count is made of."""
     sources = Sources(root)
-    if name == "pins":
-        yield from pins(sources)
+    if name in ("pins", "upward"):
+        yield from {"pins": pins, "upward": upward}[name](sources)
     elif name == "parameters":
         yield from (f"{number:3d} {place}" for number, place in functions(sources) if number >= MANY)
     else:
@@ -293,7 +394,9 @@ def main() -> None:
     """Print the counts as JSON, or the places of one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", nargs="?", type=Path, default=ROOT, help="a checkout")
-    parser.add_argument("--places", choices=["pins", "parameters", *HABITS], help="list the places of one count")
+    parser.add_argument(
+        "--places", choices=["pins", "parameters", "upward", *HABITS], help="list the places of one count"
+    )
     args = parser.parse_args()
     if args.places:
         print(*places(args.root, args.places), sep="\n")
