@@ -114,11 +114,11 @@ def per_call(row: Row) -> list[Row]:
 
 def update(kind: str, made: list[Row], case: Case) -> Callable[[], float]:
     from tapereel.finetune.recipes import get_recipe
-    from tapereel.finetune.trainer.options import TrainerOptions
+    from tapereel.finetune.trainer.options import OptimiserConfig
     from tapereel.finetune.trainer.trainer import Trainer
 
     episodes = [Episode(tape=row.tape, group=row.group, reward=float(k % 2)) for k, row in enumerate(made)]
-    trainer = Trainer(case.model(), get_recipe("grpo"), TrainerOptions(lr=LR))
+    trainer = Trainer(case.model(), get_recipe("grpo"), OptimiserConfig(lr=LR))
     if kind == "calls":
         made = [sample for row in made for sample in per_call(row)]
     return lambda: trainer.update(made, episodes).loss

@@ -33,9 +33,10 @@ from tapereel.agents.runs.runner import RunConfig, run
 from tapereel.agents.setup.engine_config import EmbeddedConfig, ScriptedConfig
 from tapereel.envs import Environment, Outcome
 from tapereel.finetune.inspect.reproducer import reproduce
-from tapereel.finetune.loop.loop_config import LoopConfig, OptimiserConfig
+from tapereel.finetune.loop.loop_config import LoopConfig
 from tapereel.finetune.run.train_config import EvaluationConfig, ImitationConfig, TrainConfig
 from tapereel.finetune.run.train_run import train
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.tapes import Answer, Sampling, Task, Text
 from tapereel.tapes.store.run_directory import METRICS, read_metrics
 

@@ -154,9 +154,9 @@ def measured(case: str, folder: Path, updates: int) -> dict[str, Any]:
     import torch
 
     from tapereel.finetune.api.estimate import estimate
-    from tapereel.finetune.loop.profiles import fitted
     from tapereel.finetune.run.train_config import TrainConfig
     from tapereel.finetune.run.train_run import train
+    from tapereel.finetune.trainer.profiles import fitted
 
     cuda = torch.cuda.is_available()
     size = CASES[case][0]

@@ -29,9 +29,10 @@ from tapereel.agents import Limits
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.agents.runs.runner import RunConfig, run
 from tapereel.agents.setup.engine_config import EmbeddedConfig, ScriptedConfig
-from tapereel.finetune.loop.loop_config import CriticConfig, CriticOptimiserConfig, LoopConfig, OptimiserConfig
+from tapereel.finetune.loop.loop_config import CriticConfig, LoopConfig
 from tapereel.finetune.run.train_config import EvaluationConfig, ImitationConfig, TrainConfig
 from tapereel.finetune.run.train_run import train
+from tapereel.finetune.trainer.options import CriticOptimiserConfig, OptimiserConfig
 from tapereel.finetune.trainer.schedule import Schedule
 from tapereel.tapes import Sampling, Task
 from tapereel.tapes.store.run_directory import METRICS, read_metrics

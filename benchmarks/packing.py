@@ -18,7 +18,7 @@ from shared_prefix import policy
 from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import Episode
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.options import TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
 
 LENGTHS = ((55, 65), (10, 200))
@@ -53,7 +53,7 @@ def rows_of(lengths: np.ndarray) -> list[Row]:
 
 def seconds(rows: list[Row], pack: bool, reps: int) -> float:
     """Median CPU seconds of an update."""
-    trainer = Trainer(policy(), get_recipe("grpo"), TrainerOptions(lr=1e-6, pack=pack))
+    trainer = Trainer(policy(), get_recipe("grpo"), OptimiserConfig(lr=1e-6, pack=pack))
     episodes = [Episode(tape=r.tape, group=r.group, reward=float(i % 2)) for i, r in enumerate(rows)]
     trainer.update(rows, episodes)
     times = []

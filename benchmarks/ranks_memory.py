@@ -105,12 +105,12 @@ def ours(folder: Path) -> None:
     from tapereel.agents.engines.embedded.pretrained import emptied, load_pretrained
     from tapereel.finetune.recipes import get_recipe
     from tapereel.finetune.trainer.distributed import Processes
-    from tapereel.finetune.trainer.options import TrainerOptions
+    from tapereel.finetune.trainer.options import OptimiserConfig
     from tapereel.finetune.trainer.ranks import Ranks, ShardedRanks
     from tapereel.finetune.trainer.trainer import Trainer
 
     def build(phase: str, work: nn.Module, ranks: Ranks) -> Trainer:
-        return Trainer(work, get_recipe("grpo"), TrainerOptions(lr=1e-4), ranks=ranks)
+        return Trainer(work, get_recipe("grpo"), OptimiserConfig(lr=1e-4), ranks=ranks)
 
     ranks = ShardedRanks()
     found = load_pretrained(folder, empty=True)

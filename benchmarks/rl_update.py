@@ -39,7 +39,7 @@ def ours(case: Case) -> Callable[[], float]:
     from tapereel.finetune.data.rows import Row
     from tapereel.finetune.data.stream import Episode
     from tapereel.finetune.recipes import get_recipe
-    from tapereel.finetune.trainer.options import TrainerOptions
+    from tapereel.finetune.trainer.options import OptimiserConfig
     from tapereel.finetune.trainer.trainer import Trainer
 
     ids, rewards = case.ids().astype(np.int32), case.rewards()
@@ -65,7 +65,7 @@ def ours(case: Case) -> Callable[[], float]:
         for i in range(case.rows)
     ]
     episodes = [Episode(tape=f"t{i}", group="g", reward=float(rewards[i])) for i in range(case.rows)]
-    trainer = Trainer(case.model(), get_recipe("grpo"), TrainerOptions(lr=LR))
+    trainer = Trainer(case.model(), get_recipe("grpo"), OptimiserConfig(lr=LR))
 
     def update() -> float:
         stats = trainer.update(rows, episodes)

@@ -19,7 +19,7 @@ from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import Episode
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer import micro_batches as micro
-from tapereel.finetune.trainer.options import TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
 
 
@@ -87,7 +87,7 @@ def main() -> None:
     for name, default in (("tokens", 64), ("group", 8), ("reps", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    trainer = Trainer(policy(), get_recipe("grpo"), TrainerOptions(lr=1e-6))
+    trainer = Trainer(policy(), get_recipe("grpo"), OptimiserConfig(lr=1e-6))
     micro.SHARE_SAVED = 0.0
     print(f"groups of {args.group}, {args.tokens} tokens each behind the prompt")
     print(f"{'prompt':>7}{'saved':>7}{'each':>8}{'once':>8}{'ratio':>7}")

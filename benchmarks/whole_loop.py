@@ -37,9 +37,10 @@ def ours(folder: str, kind: str, steps: int) -> None:
     """Steps of `train`, as JSON."""
     from tapereel.agents import Limits
     from tapereel.agents.setup.engine_config import EmbeddedConfig
-    from tapereel.finetune.loop.loop_config import LoopConfig, OptimiserConfig
+    from tapereel.finetune.loop.loop_config import LoopConfig
     from tapereel.finetune.run.train_config import EvaluationConfig, TrainConfig
     from tapereel.finetune.run.train_run import train
+    from tapereel.finetune.trainer.options import OptimiserConfig
     from tapereel.tapes import Sampling
 
     scene = HERE / "loop_scene.py"

@@ -21,7 +21,7 @@ from tapereel.finetune.data.stream import BadBatch, Stream
 from tapereel.finetune.interchange import formats
 from tapereel.finetune.objective import Context, Surrogate
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.options import TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
 
 
@@ -53,7 +53,7 @@ if __name__ == "__main__":
     tapes, renderer = tr.open(f"{out}/run").tapes(), Renderer(AutoTokenizer.from_pretrained(folder))
     batch = [row for tape in tapes for row in rows(tape, renderer=renderer)], [episode_of(tape) for tape in tapes]
     model, reference = (AutoModelForCausalLM.from_pretrained(folder) for _ in range(2))
-    trainer = Trainer(model, dpo, TrainerOptions(lr=1e-4), reference=reference)
+    trainer = Trainer(model, dpo, OptimiserConfig(lr=1e-4), reference=reference)
     for update in range(1, 21):
         done = trainer.update(*batch)
         print(f"update {update:2d}  loss {done.loss:.4f}  preferred {done.sums.mean('dpo/preferred'):.2f}")

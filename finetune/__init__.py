@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     )
     from .loop.history import History
     from .loop.loop import Loop
-    from .loop.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
+    from .loop.loop_config import LoopConfig, WarmStartConfig
     from .objective.recipe import Recipe
     from .recipes import RECIPES, get_recipe
     from .run.evaluation import Evaluation
     from .run.warm_start import warm_start
     from .trainer.critic import Critic, CriticTrainer
-    from .trainer.options import StepOptions, TrainerOptions
+    from .trainer.options import OptimiserConfig
     from .trainer.trainer import Trainer, UpdateStats
 
 __all__ = [
@@ -51,10 +51,8 @@ __all__ = [
     "RLConfig",
     "Recipe",
     "Row",
-    "StepOptions",
     "Stream",
     "Trainer",
-    "TrainerOptions",
     "UpdateStats",
     "WarmStartConfig",
     "collate",
@@ -78,7 +76,7 @@ _HOME = {
         "interchange.rl_dataset",
     ),
     "episode_of": "data.provenance",
-    **dict.fromkeys(("LoopConfig", "OptimiserConfig", "WarmStartConfig"), "loop.loop_config"),
+    **dict.fromkeys(("LoopConfig", "WarmStartConfig"), "loop.loop_config"),
     "Evaluation": "run.evaluation",
     "History": "loop.history",
     "Loop": "loop.loop",
@@ -87,7 +85,7 @@ _HOME = {
     **dict.fromkeys(("Episode", "Stream"), "data.stream"),
     **dict.fromkeys(("Row", "rows"), "data.rows"),
     **dict.fromkeys(("Critic", "CriticTrainer"), "trainer.critic"),
-    **dict.fromkeys(("StepOptions", "TrainerOptions"), "trainer.options"),
+    "OptimiserConfig": "trainer.options",
     **dict.fromkeys(("Trainer", "UpdateStats"), "trainer.trainer"),
 }
 """The module of this package that defines each public name."""

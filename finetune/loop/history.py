@@ -543,7 +543,7 @@ def other_rules(on: Mapping[str, object], trainer: PolicyTrainer, plan: Plan, ro
     """Name the rules that an update before them didn't follow, and that may change its result. `rounded` tells whether
     the sum of a tape's rewards differs."""
     critic, steps = trainer.critic, plan.epochs * plan.minibatches
-    counted = trainer.options.critic_first or (trainer.options.schedule.varies and steps > 1)
+    counted = (critic and critic.first) or (trainer.options.schedule.varies and steps > 1)
     differs = {
         SUMS: lambda: any(map(rounded, plan.tapes)),
         SCHEDULES: lambda: counted or (critic and critic.options.schedule.varies and steps * critic.passes > 1),

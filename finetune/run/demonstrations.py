@@ -46,7 +46,8 @@ from ...tapes.view.overview import Score
 try:
     from ...agents.engines.embedded.tiny_model import save_tiny
     from ...agents.vision.tiny_vision import save_tiny_vision
-    from ..loop.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
+    from ..loop.loop_config import LoopConfig, WarmStartConfig
+    from ..trainer.options import OptimiserConfig
     from ..trainer.schedule import Schedule
     from .player_config import TrainerConfig
     from .trackers import TrackedConfig

@@ -25,10 +25,10 @@ from ..interchange.corpus import read_corpus
 from ..interchange.imported import Conversation
 from ..loop.loop import check_recipe
 from ..loop.loop_config import CriticConfig
-from ..loop.profiles import fit_critic
 from ..objective.recipe import Recipe
 from ..recipes import get_recipe
 from ..trainer.distributed import Processes
+from ..trainer.profiles import fit_critic
 from ..trainer.ranks import Ranks
 from ..trainer.sequence_parallel import check_model
 from .phases import Phases

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import nn
 
@@ -21,11 +20,10 @@ from ...tapes.common.run_async import run_async
 from ...tapes.errors import UsageError
 from ..data.rows import Row
 from ..data.stream import BadBatch
-from ..loop.loop_config import OWN, CriticConfig, LoopConfig, OptimiserConfig, ReferenceConfig, WarmStartConfig
+from ..loop.loop_config import OWN, CriticConfig, LoopConfig, ReferenceConfig, WarmStartConfig
 from ..objective.recipe import Recipe
 from ..recipes import get_recipe
 from ..trainer.critic import Critic, CriticTrainer, Value
-from ..trainer.options import StepOptions, TrainerOptions
 from ..trainer.ranks import Ranks, Whole, shared_digest
 from ..trainer.reference import EarlierWeights, OtherModel, ServedTeacher, trainable
 from ..trainer.trainer import Trainer
@@ -96,18 +94,13 @@ class Phases:
         return Trainer(
             work,
             recipe,
-            TrainerOptions(
-                **_settings(optimiser),
-                offload=self.policy.offload,
-                critic_first=self._critic_config.first if recipe.needs_value else 0,
-                ema=optimiser.ema,
-                pack=optimiser.pack,
-            ),
+            optimiser,
             reference=self._reference(work, ranks) if recipe.needs_reference else None,
             teacher=self._others["teacher"] if recipe.needs_teacher else None,
             critic=self._critic(work, ranks) if recipe.needs_value else None,
             ranks=ranks,
             vision=self.policy.vision,
+            offload=self.policy.offload,
         )
 
     def _reference(self, work: nn.Module, ranks: Ranks | None) -> OtherModel:
@@ -134,11 +127,13 @@ class Phases:
             critic = make(model, normalised=config.normalised, vision=policy.vision)
         return CriticTrainer(
             critic,
-            StepOptions(**_settings(config.optimiser), offload=policy.offload),
+            config.optimiser,
             loss=Value(clip=config.clip),
             passes=config.passes,
+            first=config.first,
             balance=self.recipe.balance,
             ranks=ranks,
+            offload=policy.offload,
         )
 
 
@@ -251,12 +246,3 @@ def _plain_digest(model: nn.Module) -> str:
             if ".lora_A." not in name and not (".lora_B." in name and not state[name].any())
         }
     )
-
-
-def _settings(optimiser: OptimiserConfig) -> dict[str, Any]:
-    """Return the settings that the trainers of policies and critics share, as arguments for `StepOptions`."""
-    same = ("lr", "betas", "eps", "weight_decay", "grad_clip", "schedule", "micro_tokens", "gradient_checkpointing")
-    return {
-        **{name: getattr(optimiser, name) for name in same},
-        "autocast": None if optimiser.autocast is None else getattr(torch, optimiser.autocast),
-    }

@@ -21,7 +21,8 @@ from ...agents.setup.engine_config import (
     engine_kind,
 )
 from ...agents.setup.team_config import PartnerConfig, Partners, PlayerName
-from ..loop.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
+from ..loop.loop_config import LoopConfig, WarmStartConfig
+from ..trainer.options import OptimiserConfig
 
 TrainedConfig = EmbeddedConfig | ServerConfig | CustomConfig
 Frozen = Literal["tower", "vision", "nothing"]

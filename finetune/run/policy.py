@@ -104,8 +104,7 @@ class Policy:
 
     def computing(self, loop: LoopConfig) -> Policy:
         """Return this policy with the dtype that `loop` sets for the forward pass."""
-        name = loop.optimiser.autocast
-        return replace(self, autocast=None if name is None else getattr(torch, name))
+        return replace(self, autocast=loop.optimiser.forward_dtype)
 
     def check_rate(self, loop: LoopConfig) -> None:
         """Log a warning if sampling rounds weights to bfloat16, and the updates of the loop are too small to change

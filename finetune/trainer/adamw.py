@@ -8,12 +8,14 @@ from typing import cast
 import torch
 from torch import nn
 
-from .options import StepOptions
+from .options import OptimiserConfig
 
 
-def adamw(parameters: Iterable[nn.Parameter] | Iterable[dict[str, object]], options: StepOptions) -> torch.optim.AdamW:
-    """Return a new optimiser for `parameters`, or for groups of them."""
-    make = OffloadedAdamW if options.offload else torch.optim.AdamW
+def adamw(
+    parameters: Iterable[nn.Parameter] | Iterable[dict[str, object]], options: OptimiserConfig, *, offload: bool
+) -> torch.optim.AdamW:
+    """Return a new optimiser for `parameters`, or for groups of them. With `offload`, its state is in main memory."""
+    make = OffloadedAdamW if offload else torch.optim.AdamW
     return make(
         cast("Iterable[nn.Parameter]", parameters),
         lr=options.lr,
@@ -29,7 +31,7 @@ class LRScheduler:
 
     An update counts from its first step on, so one that is skipped doesn't use up the schedule."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, options: StepOptions) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, options: OptimiserConfig) -> None:
         self.optimizer, self.options = optimizer, options
         self.updates = 0
         """Number of updates with a step, including the present one."""

@@ -29,7 +29,7 @@ from ..data.stream import Stream
 from ..objective.term import Context, Moments, Sums, Term
 from .adamw import LRScheduler, adamw
 from .logprobs import Micro, be_still, casting, parts, plan, reaching, states
-from .options import StepOptions
+from .options import CriticOptimiserConfig, OptimiserConfig
 from .ranks import Ranks, Whole
 from .router import Load, load, probabilities, routed
 
@@ -195,24 +195,27 @@ class CriticTrainer:
     def __init__(
         self,
         critic: Critic,
-        options: StepOptions | None = None,
+        options: OptimiserConfig | None = None,
         *,
         loss: Value | None = None,
         passes: int = 1,
+        first: int = 0,
         balance: float = 0.0,
         ranks: Ranks | None = None,
+        offload: bool = False,
     ) -> None:
         """`passes` is the number of optimiser steps on each update's targets. A single step makes the critic learn too
-        slowly for a short run. `balance` is the coefficient of the load-balancing loss (`router`), which is only used
-        if the critic has its own body. `options.autocast` doesn't apply to the head. `ranks` are the processes that
-        step together."""
+        slowly for a short run. `first` is the number of updates at the start in which the policy doesn't learn yet.
+        `balance` is the coefficient of the load-balancing loss (`router`), which is only used if the critic has its own
+        body. `options.autocast` doesn't apply to the head. `ranks` are the processes that step together. With
+        `offload`, the state of the optimiser is in main memory."""
         self.critic = critic
         self.ranks = ranks or Ranks()
         if critic.owns_body:
             self.ranks.shard(critic)
         self.loss = loss or Value()
-        self.options = options = options or StepOptions()
-        self.passes = passes
+        self.options = options = options or CriticOptimiserConfig()
+        self.passes, self.first = passes, first
         self.balance = balance if critic.owns_body else 0.0
         self.moments = Moments()
         self._moved = 0.0, 1.0
@@ -222,10 +225,15 @@ class CriticTrainer:
         self.skips = 0
         """Number of passes that left the critic unchanged because a number wasn't finite."""
         self.parameters = [p for p in critic.parameters() if p.requires_grad]
-        self.optimizer = adamw(self.parameters, options)
+        self.optimizer = adamw(self.parameters, options, offload=offload)
         self.scheduler = LRScheduler(self.optimizer, options)
         if critic.owns_body:
             be_still(critic.body, checkpointing=options.gradient_checkpointing)
+
+    @property
+    def learns_alone(self) -> bool:
+        """Whether the policy doesn't learn yet in the present update."""
+        return self.scheduler.update < self.first
 
     def values(self, rows: Sequence[Row]) -> Tensor:
         """Return the value (T,) of the state before each own token, without gradient."""
@@ -264,7 +272,7 @@ class CriticTrainer:
             hidden, logits = routed(self.critic.get_decoder(), micro, self.critic.seer)
             return self.critic.read(hidden, micro).cpu(), load.loss(probabilities(logits, micro).cpu())
 
-        with casting(self.critic, self.options.autocast):
+        with casting(self.critic, self.options.forward_dtype):
             return self.ranks.run(self.critic.home, forward)
 
     def update(self, rows: Sequence[Row], stream: Stream, target: Tensor, entered: Tensor) -> Sums:

@@ -46,7 +46,7 @@ from .logprobs import (
     shares_prefixes,
     states,
 )
-from .options import TrainerOptions
+from .options import OptimiserConfig
 from .ranks import Ranks
 from .reference import OtherModel, trainable
 from .router import Load, load, probabilities, routed
@@ -62,23 +62,25 @@ class Trainer(PolicyTrainer):
         self,
         model: nn.Module,
         recipe: Recipe,
-        options: TrainerOptions | None = None,
+        options: OptimiserConfig | None = None,
         *,
         reference: nn.Module | OtherModel | None = None,
         teacher: nn.Module | OtherModel | None = None,
         critic: CriticTrainer | None = None,
         ranks: Ranks | None = None,
         vision: Vision | None = None,
+        offload: bool = False,
     ) -> None:
         """`reference` and `teacher` are frozen models, or `EarlierWeights` of the policy. `ranks` are the processes
-        that step together. `vision` is how `model` sees pictures, or None for a text model."""
+        that step together. `vision` is how `model` sees pictures, or None for a text model. With `offload`, the state
+        of the optimiser is in main memory."""
         objective.check_needs(
             recipe, reference=reference is not None, teacher=teacher is not None, critic=critic is not None
         )
         self.model = model
-        self.vision = vision
+        self.vision, self.offload = vision, offload
         self.recipe = recipe
-        self.options = options = options or TrainerOptions()
+        self.options = options = options or OptimiserConfig()
         others = {"reference": reference, "teacher": teacher}
         self.others = {
             name: OtherModel(one) if isinstance(one, nn.Module) else one
@@ -100,7 +102,7 @@ class Trainer(PolicyTrainer):
         matrices = [p for p in self.parameters.values() if p.ndim >= 2]
         vectors = [p for p in self.parameters.values() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = adamw([g for g in groups if g["params"]], options)
+        self.optimizer = adamw([g for g in groups if g["params"]], options, offload=offload)
         self.scheduler = LRScheduler(self.optimizer, options)
         kept = self.parameters if options.ema is not None else {}
         self.averaged = {name: p.detach().clone() for name, p in kept.items()}
@@ -120,6 +122,7 @@ class Trainer(PolicyTrainer):
             critic=self.critic,
             ranks=self.ranks,
             vision=self.vision,
+            offload=self.offload,
         )
 
     def update(
@@ -181,7 +184,7 @@ class Trainer(PolicyTrainer):
         return other.logprobs(rows, lambda model: self._score(model, rows, vision).logprob)
 
     def _score(self, model: nn.Module, rows: Sequence[Row], vision: Vision | None, **options: Any) -> Scores:
-        with casting(self.model, self.options.autocast):
+        with casting(self.model, self.options.forward_dtype):
             return score(
                 model,
                 rows,
@@ -196,7 +199,7 @@ class Trainer(PolicyTrainer):
     def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
         batch = prepared.batch
         part, done, norm = self._gradient(prepared, episodes, self.options.grad_clip)
-        waits = self.critic is not None and self.critic.scheduler.update < self.options.critic_first
+        waits = self.critic is not None and self.critic.learns_alone
         lr = None if waits else self.scheduler.lr
         if done.skipped is None and waits:
             done.skipped = "critic first"
@@ -414,7 +417,7 @@ class Trainer(PolicyTrainer):
         recipe, body = self.recipe, parts(self.model)[0]
         how = recipe.score.model_copy(update={"temperature": "one"}) if demonstrations else recipe.score
         aux = None
-        with casting(self.model, self.options.autocast):
+        with casting(self.model, self.options.forward_dtype):
             if load is None:
                 hidden = states(body, micro, self.model)
             else:

@@ -19,7 +19,7 @@ from ..objective.recipe import Recipe
 from ..recipes import get_recipe
 from .checkpoint import Checkpoint, unlike_state
 from .critic import CriticState, CriticTrainer
-from .options import TrainerOptions
+from .options import OptimiserConfig
 from .ranks import Ranks
 from .reference import OtherModel
 
@@ -178,7 +178,7 @@ class PolicyTrainer(ABC):
     """`reference` and `teacher`, if the trainer has them."""
     critic: CriticTrainer | None
     vision: Vision | None
-    options: TrainerOptions
+    options: OptimiserConfig
     steps: int
     """Number of applied updates."""
     version: str | None = None

@@ -25,7 +25,7 @@ from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.run.train_run import train
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
-from tapereel.finetune.trainer.options import StepOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.reference import EarlierWeights
 from tapereel.tapes.store.store import Store
 
@@ -48,7 +48,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("ppo", {}, {"critic": "own"}),
     ("ppo", {}, {"critic": "policy"}),
     ("grpo", KL, {"adapters": True}),
-    ("grpo", {}, {"autocast": torch.bfloat16}),
+    ("grpo", {}, {"autocast": "bfloat16"}),
     ("ppo", {}, {"critic": "own", "offload": True}),
 ]
 
@@ -60,7 +60,7 @@ def updated(
     *,
     critic: str | None = None,
     adapters: bool = False,
-    autocast: torch.dtype | None = None,
+    autocast: str | None = None,
     offload: bool = False,
     **how: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -75,7 +75,7 @@ def updated(
     value = None
     if critic is not None:
         read = Critic.of(there, normalised=True) if critic == "own" else Critic.on(there, normalised=True)
-        value = CriticTrainer(read, StepOptions(offload=offload), passes=2)
+        value = CriticTrainer(read, OptimiserConfig(), passes=2, offload=offload)
     trainer = trainer_of(
         there,
         recipe,

@@ -18,7 +18,7 @@ from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import Episode, Stream
 from tapereel.finetune.objective import Term
 from tapereel.finetune.trainer.logprobs import score
-from tapereel.finetune.trainer.options import TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.records import Status
 
@@ -217,9 +217,9 @@ def batch(seed: int = 0, model=None) -> tuple[list[Row], list[Episode]]:
 
 def trainer_of(model: Any, recipe: Any, **named: Any) -> Trainer:
     """A trainer. named: its options, and its other arguments."""
-    own = {one.name for one in dataclasses.fields(TrainerOptions)}
-    options = {name: named.pop(name) for name in list(named) if name in own}
-    return Trainer(model, recipe, TrainerOptions(**options), **named)
+    options = {name: named.pop(name) for name in list(named) if name in OptimiserConfig.model_fields}
+    # A test may want a learning rate of 0, which a configuration can't have.
+    return Trainer(model, recipe, OptimiserConfig.model_construct(**options), **named)
 
 
 def gradient(

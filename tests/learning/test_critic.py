@@ -13,9 +13,10 @@ import pytest
 from tapereel.agents import Limits
 from tapereel.agents.setup.engine_config import EmbeddedConfig
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.loop.loop_config import CriticConfig, CriticOptimiserConfig, LoopConfig, OptimiserConfig
+from tapereel.finetune.loop.loop_config import CriticConfig, LoopConfig
 from tapereel.finetune.run.train_config import EvaluationConfig, TrainConfig
 from tapereel.finetune.run.train_run import train
+from tapereel.finetune.trainer.options import CriticOptimiserConfig, OptimiserConfig
 from tapereel.tapes import Answer, Sampling, Text
 
 from ..finetune.loop import lab

@@ -16,9 +16,10 @@ import pytest
 
 from tapereel.agents.setup.engine_config import EmbeddedConfig
 from tapereel.envs import Outcome
-from tapereel.finetune.loop.loop_config import CriticConfig, CriticOptimiserConfig, LoopConfig, OptimiserConfig
+from tapereel.finetune.loop.loop_config import CriticConfig, LoopConfig
 from tapereel.finetune.run.train_config import EvaluationConfig, TrainConfig
 from tapereel.finetune.run.train_run import TrainSummary, train
+from tapereel.finetune.trainer.options import CriticOptimiserConfig, OptimiserConfig
 from tapereel.tapes import Answer, Sampling
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.run_directory import METRICS, read_metrics

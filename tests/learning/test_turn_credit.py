@@ -13,9 +13,10 @@ import pytest
 
 from tapereel.agents.setup.engine_config import EmbeddedConfig
 from tapereel.envs import Outcome
-from tapereel.finetune.loop.loop_config import LoopConfig, OptimiserConfig
+from tapereel.finetune.loop.loop_config import LoopConfig
 from tapereel.finetune.run.train_config import EvaluationConfig, TrainConfig
 from tapereel.finetune.run.train_run import train
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.tapes import Answer, Sampling, Text
 
 from ..finetune.loop import lab

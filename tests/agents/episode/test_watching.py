@@ -25,7 +25,7 @@ from tapereel.finetune.data.rows import Row, rows
 from tapereel.finetune.data.stream import Episode
 from tapereel.finetune.interchange.formats import write
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.options import TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes import Answer, CauseType, Status, Tape, Video
 from tapereel.tapes.common.run_async import run_async
@@ -275,7 +275,7 @@ def test_frames_are_sampled_after_and_trained_on_as_the_model_itself_reads_them(
         swapped = replace(row, places=row.places[::-1])
         assert np.abs(oracle(family, _with_files(swapped, row)).numpy() - row.old).max() > 1e-3
     model: Any = copy.deepcopy(loaded.model)
-    trainer = Trainer(model, get_recipe("grpo"), TrainerOptions(lr=1e-3), vision=loaded.vision)
+    trainer = Trainer(model, get_recipe("grpo"), OptimiserConfig(lr=1e-3), vision=loaded.vision)
     update = trainer.update(found, [Episode(tape=row.tape, group="g", reward=float(k)) for k, row in enumerate(found)])
     assert update.applied
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), loaded.model.parameters(), strict=True))

@@ -14,8 +14,8 @@ from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_mod
 from tapereel.agents.runs.runner import RunConfig
 from tapereel.agents.setup.profiles import fitted as fitted_run
 from tapereel.agents.setup.profiles import shape_of
-from tapereel.finetune.loop.profiles import fitted
 from tapereel.finetune.run.train_config import TrainConfig
+from tapereel.finetune.trainer.profiles import fitted
 from tapereel.tapes.common.config import dump_config, load_config
 from tapereel.tapes.store.run_directory import read_metrics
 

@@ -17,11 +17,11 @@ from tapereel.agents.setup.profiles import shape_of
 from tapereel.cli import main
 from tapereel.finetune.api.estimate import estimate
 from tapereel.finetune.loop.loop_config import RECIPES
-from tapereel.finetune.loop.profiles import fitted
 from tapereel.finetune.recipes import RECIPES as REAL
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.trainer import lm_head
 from tapereel.finetune.trainer.logprobs import be_still
+from tapereel.finetune.trainer.profiles import fitted
 from tapereel.tapes.common.config import load_config
 
 from ..trainer.seen import png, shown

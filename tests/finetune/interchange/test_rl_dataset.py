@@ -27,7 +27,7 @@ from tapereel.finetune.interchange.rl_dataset import (
 )
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.logprobs import score
-from tapereel.finetune.trainer.options import TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.common.stats import REWARD_LIMIT
 from tapereel.tapes.errors import UsageError
@@ -207,7 +207,7 @@ def test_one_step_on_a_collated_batch_equals_the_trainers(algo, side):
     loss, stats = rl_step(model, collate(list(data), side=side), config)
     loss.backward()
     grads = {n: p.grad.clone() for n, p in model.named_parameters()}
-    trainer = Trainer(model, get_recipe(algo), TrainerOptions(lr=0.0, grad_clip=None))
+    trainer = Trainer(model, get_recipe(algo), OptimiserConfig.model_construct(lr=0.0, grad_clip=None))
     prepared = trainer.prepare(rows, episodes)
     trainer.optimizer.zero_grad()
     done = trainer._accumulate(rows, prepared.batch.part())

@@ -23,9 +23,9 @@ from tapereel.agents.rendering.renderer import Renderer
 from tapereel.envs import Environment, Outcome
 from tapereel.finetune.loop.history import History
 from tapereel.finetune.loop.loop import Loop, UpdateReport
-from tapereel.finetune.loop.loop_config import LoopConfig, OptimiserConfig
+from tapereel.finetune.loop.loop_config import LoopConfig
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.options import TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes import Answer, Sampling, Tape, Text
 from tapereel.tapes.store.store import Store
@@ -140,7 +140,7 @@ def history_in(
     def make(phase: str) -> Trainer:
         recipe = get_recipe("sft") if phase.startswith("sft") else get_recipe(config.recipe, changes or config.changes)
         return Trainer(
-            policy, recipe, TrainerOptions(lr=config.optimiser.lr, micro_tokens=config.optimiser.micro_tokens)
+            policy, recipe, OptimiserConfig(lr=config.optimiser.lr, micro_tokens=config.optimiser.micro_tokens)
         )
 
     return History(store, lineage, directory / "checkpoints", policy, make, renderer=RENDERER, tokenizer=WORDS)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tapereel.finetune.loop.history import BrokenHistory, Differs, History
-from tapereel.finetune.loop.loop_config import OptimiserConfig
 from tapereel.finetune.trainer.checkpoint import copied_weights, save_checkpoint, weights_digest
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.tapes import Status, Tape
 from tapereel.tapes.records import Label
 from tapereel.tapes.store.store import Store

@@ -23,9 +23,9 @@ from tapereel.finetune.data.rows import Row
 from tapereel.finetune.loop import delivery, plan
 from tapereel.finetune.loop.history import History
 from tapereel.finetune.loop.loop import Loop, SamplerMismatch
-from tapereel.finetune.loop.loop_config import OptimiserConfig
 from tapereel.finetune.loop.rollouts import NothingUsable
 from tapereel.finetune.trainer.checkpoint import copied_weights
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.tapes import Answer, Sampling, Status, Tape
 from tapereel.tapes.audit.auditor import audit_run
 from tapereel.tapes.store.store import Store

@@ -15,7 +15,7 @@ from tapereel.finetune.data.stream import BadBatch, Stream
 from tapereel.finetune.loop.rollouts import NothingUsable
 from tapereel.finetune.objective import Baseline, Context, Regulariser, Surrogate
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.options import TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.errors import UsageError
 
@@ -104,7 +104,9 @@ def test_a_term_that_returns_another_shape_is_refused_by_its_name(field: str, cl
     policy = tiny_model()
     rows, episodes = batch(model=policy)
     kind: Any = {"kind": HERE + cls.__name__}
-    trainer = Trainer(policy, get_recipe("grpo", {field: [kind] if field == "regulariser" else kind}), TrainerOptions())
+    trainer = Trainer(
+        policy, get_recipe("grpo", {field: [kind] if field == "regulariser" else kind}), OptimiserConfig()
+    )
     with pytest.raises(BadBatch, match=rf"{HERE}{cls.__name__}\b.*{said}"):
         trainer.update(rows, episodes)
 
@@ -112,7 +114,7 @@ def test_a_term_that_returns_another_shape_is_refused_by_its_name(field: str, cl
 def test_a_number_that_is_not_finite_is_named_with_its_term_and_tape() -> None:
     policy = tiny_model()
     rows, episodes = batch(model=policy)
-    trainer = Trainer(policy, get_recipe("grpo", {"surrogate": {"kind": HERE + "NotANumber"}}), TrainerOptions())
+    trainer = Trainer(policy, get_recipe("grpo", {"surrogate": {"kind": HERE + "NotANumber"}}), OptimiserConfig())
     for stats in trainer.updates(rows, episodes, epochs=2):
         assert stats.skipped == "loss"
         assert stats.sums.fault is not None

@@ -19,7 +19,7 @@ from tapereel.finetune.loop.loop import SamplerMismatch, UnknownAgent
 from tapereel.finetune.loop.loop_config import LoopConfig
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.checkpoint import copied_weights, weights_digest
-from tapereel.finetune.trainer.options import TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes import Answer, Tape
 from tapereel.tapes.errors import UsageError
@@ -300,7 +300,7 @@ def rich_history(store: Store, directory: Path, config: LoopConfig) -> History:
         return Trainer(
             policy,
             get_recipe(config.recipe, config.changes),
-            TrainerOptions(lr=1e-2, ema=config.optimiser.ema),
+            OptimiserConfig(lr=1e-2, ema=config.optimiser.ema),
             reference=base,
         )
 

@@ -21,7 +21,7 @@ from tapereel.envs.adapters.tools import ToolEnvironment
 from tapereel.finetune.loop.history import History
 from tapereel.finetune.loop.loop import Loop
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.options import TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes import Answer, Tape, Task, ToolCall, ToolCalls, ToolResults
 from tapereel.tapes.store.store import Store
@@ -78,7 +78,7 @@ def taught(path: Path, seed: int, updates: int) -> list[list[float]]:
         return Trainer(
             policy,
             get_recipe(config.recipe),
-            TrainerOptions(lr=config.optimiser.lr, micro_tokens=config.optimiser.micro_tokens),
+            OptimiserConfig(lr=config.optimiser.lr, micro_tokens=config.optimiser.micro_tokens),
         )
 
     with Store.create(path, durability="os") as store:

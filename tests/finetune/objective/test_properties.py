@@ -24,7 +24,7 @@ from tapereel.finetune.objective.term import kind_of
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.logprobs import score
-from tapereel.finetune.trainer.options import StepOptions, TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
 
 from ..build import doubles, episode, exact, gradient, row, same, tiny_model
@@ -52,7 +52,7 @@ def needs(recipe: Recipe, model: Any = MODEL) -> dict[str, Any]:
         critic = Critic.on(model)
         with torch.no_grad():
             critic.head.weight.copy_(torch.linspace(-0.3, 0.3, critic.head.weight.numel(), dtype=torch.float64))
-        out["critic"] = CriticTrainer(critic, StepOptions(lr=0.0))
+        out["critic"] = CriticTrainer(critic, OptimiserConfig.model_construct(lr=0.0))
     return out
 
 
@@ -104,7 +104,9 @@ def test_ranks_that_share_out_the_groups_take_the_gradient_of_one(batch, changes
         mine = [e for e in episodes if "gh".index(e.group) % size == ranks.rank]
         tapes = {e.tape for e in mine}
         model = copy.deepcopy(MODEL)
-        trainer = Trainer(model, recipe, TrainerOptions(lr=0.0, grad_clip=None), ranks=ranks, **needs(recipe, model))
+        trainer = Trainer(
+            model, recipe, OptimiserConfig.model_construct(lr=0.0, grad_clip=None), ranks=ranks, **needs(recipe, model)
+        )
         prepared = trainer.prepare([r for r in rows if r.tape in tapes], mine)
         trainer.optimizer.zero_grad()
         done = trainer._accumulate(prepared.rows, prepared.batch.part(add_up=ranks.add_up))
@@ -195,7 +197,7 @@ def test_going_on_from_any_update_is_bit_equal(batches, changes, cut):
     def trainer(seed: int) -> Trainer:
         model = tiny_model(torch.float32, seed)
         others = needs(recipe, model) | {"reference": tiny_model(torch.float32)}
-        return Trainer(model, recipe, TrainerOptions(lr=1e-2, ema=0.9), **others)
+        return Trainer(model, recipe, OptimiserConfig(lr=1e-2, ema=0.9), **others)
 
     straight = trainer(0)
     disk = io.BytesIO()
@@ -316,7 +318,7 @@ def test_a_number_that_is_not_finite_anywhere_leaves_the_weights(batch, where, v
     assume(where != "reward" or not math.isnan(value))
     model = tiny_model()
     trainer = Trainer(
-        model, get_recipe("reinforce", {"baseline": {"kind": "none"}}), TrainerOptions(lr=1e-2, micro_tokens=budget)
+        model, get_recipe("reinforce", {"baseline": {"kind": "none"}}), OptimiserConfig(lr=1e-2, micro_tokens=budget)
     )
     p = model.model.layers[0].mlp.up_proj.weight
     kept = p.detach().clone()

@@ -18,7 +18,7 @@ from tapereel.finetune.objective import Context
 from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.logprobs import score
-from tapereel.finetune.trainer.options import TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.finetune.trainer.updates import cut_episodes
 
@@ -64,7 +64,7 @@ def test_the_discount_holds_for_every_episode_and_every_micro_batch():
     episodes = [episode(r.tape, r.group, reward=1.0) for r in rows]
     recipe = get_recipe("reinforce_plain", {"credit": {"gamma": case["gamma"]}})
     for budget in (1, 100_000):
-        stats = Trainer(tiny_model(), recipe, TrainerOptions(micro_tokens=budget)).update(rows, episodes)
+        stats = Trainer(tiny_model(), recipe, OptimiserConfig(micro_tokens=budget)).update(rows, episodes)
         assert stats.advantage.tolist() == pytest.approx(case["expected"] * case["episodes"])
 
 
@@ -77,7 +77,7 @@ def test_no_mean_is_over_padding():
     recipe = get_recipe(
         "grpo", {"baseline": {"kind": "none"}, "regulariser": [{"kind": "kl", "beta": 0.1, "to": "sampler"}]}
     )
-    trainer = Trainer(model, recipe, TrainerOptions(lr=0.0))
+    trainer = Trainer(model, recipe, OptimiserConfig.model_construct(lr=0.0))
     episodes = [episode("short", "g"), episode("long", "g")]
     prepared = trainer.prepare([short, long], episodes)
     stream = prepared.batch.stream
@@ -106,7 +106,7 @@ def test_auxiliary_loss_entropy_and_a_running_average_go_together():
     )
     model = mixture()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    trainer = Trainer(model, recipe, TrainerOptions(lr=1e-3, ema=0.5))
+    trainer = Trainer(model, recipe, OptimiserConfig(lr=1e-3, ema=0.5))
     stats = trainer.update(rows, episodes)
     assert stats.applied
     assert {"aux", "entropy"} <= set(stats.sums.sums)
@@ -123,7 +123,7 @@ def test_a_model_left_in_training_mode_is_scored_as_it_sampled_without_dropout()
     lp = score(model, rows).logprob.float().numpy()
     at = np.cumsum([0, *(len(r.own) for r in rows)])
     rows = [replace(r, old=lp[at[k] : at[k + 1]]) for k, r in enumerate(rows)]
-    stats = Trainer(model.train(), get_recipe("grpo"), TrainerOptions(lr=0.0)).update(rows, episodes)
+    stats = Trainer(model.train(), get_recipe("grpo"), OptimiserConfig.model_construct(lr=0.0)).update(rows, episodes)
     assert stats.mismatch is not None
     assert stats.mismatch < 1e-6
     assert (score(model.train(), rows).logprob - torch.from_numpy(lp)).abs().max() > 1e-3, "dropout would show"
@@ -133,7 +133,7 @@ def test_a_model_left_in_training_mode_is_scored_as_it_sampled_without_dropout()
 def test_a_coefficient_without_a_controller_stays():
     rows, episodes = batch()
     recipe = get_recipe("grpo", {"regulariser": [{"kind": "kl", "beta": 0.3}]})
-    trainer = Trainer(tiny_model(), recipe, TrainerOptions(lr=1e-2), reference=tiny_model(seed=1))
+    trainer = Trainer(tiny_model(), recipe, OptimiserConfig(lr=1e-2), reference=tiny_model(seed=1))
     assert all(trainer.update(rows, episodes).applied for _ in range(3))
     assert trainer.betas == [0.3]
 

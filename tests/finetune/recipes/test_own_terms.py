@@ -17,7 +17,7 @@ from tapereel.finetune.objective import PPO, Context, GroupBaseline, Surrogate, 
 from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.objective.recipe import read
 from tapereel.finetune.recipes import BrokenRecipes, get_recipe, read_recipes, write_recipes
-from tapereel.finetune.trainer.options import TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.errors import UsageError
 
@@ -49,7 +49,7 @@ def test_an_own_term_takes_an_update_and_reports_its_metric():
     model = tiny_model()
     rows, episodes = batch(model=model)
     before = [p.clone() for p in model.parameters()]
-    stats = Trainer(model, mine, TrainerOptions(lr=1e-2)).update(rows, episodes)
+    stats = Trainer(model, mine, OptimiserConfig(lr=1e-2)).update(rows, episodes)
     assert stats.skipped is None
     assert stats.sums.mean("quadratic") is not None
     assert any(not torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))

@@ -21,7 +21,7 @@ from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.objective.recipe import Recipe
 from tapereel.finetune.recipes import RECIPES, get_recipe, read
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
-from tapereel.finetune.trainer.options import TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.errors import UsageError
 
@@ -111,7 +111,7 @@ def test_every_recipe_can_be_made_by_its_name_and_takes_a_model_from_rows_to_new
     recipe = get_recipe(name, {"weigh": {"kind": "episode"}})
     critic = CriticTrainer(Critic.of(model)) if recipe.needs_value else None
     trainer = Trainer(
-        model, recipe, TrainerOptions(lr=1e-2), critic=critic, reference=tiny_model(seed=1), teacher=tiny_model(seed=2)
+        model, recipe, OptimiserConfig(lr=1e-2), critic=critic, reference=tiny_model(seed=1), teacher=tiny_model(seed=2)
     )
     stats = trainer.update(rows, episodes)
     assert stats.applied

@@ -11,11 +11,12 @@ import pytest
 
 from tapereel.agents.setup.engine_config import EmbeddedConfig
 from tapereel.finetune.inspect.reproducer import reproduce
-from tapereel.finetune.loop.loop_config import LoopConfig, OptimiserConfig
+from tapereel.finetune.loop.loop_config import LoopConfig
 from tapereel.finetune.recipes import RECIPES, Recipe, get_recipe, read_recipes
 from tapereel.finetune.run import training
 from tapereel.finetune.run.train_config import EvaluationConfig, TrainConfig
 from tapereel.finetune.run.train_run import train
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.tapes import Sampling
 from tapereel.tapes.store.run_directory import METRICS, read_metrics
 

@@ -18,7 +18,7 @@ from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.checkpoint import checkpoints
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.logprobs import score
-from tapereel.finetune.trainer.options import StepOptions, TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.run_directory import read_metrics
@@ -136,9 +136,9 @@ def test_with_a_learning_critic_advantages_targets_and_coefficient_are_the_formu
     trainer = Trainer(
         model,
         recipe,
-        TrainerOptions(lr=1e-2),
+        OptimiserConfig(lr=1e-2),
         reference=base,
-        critic=CriticTrainer(Critic.of(model), StepOptions(lr=1e-2)),
+        critic=CriticTrainer(Critic.of(model), OptimiserConfig(lr=1e-2)),
     )
     beta = 0.2
     for seed in range(3):

@@ -19,7 +19,7 @@ from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from tapereel.finetune.trainer.critic import CriticTrainer
 from tapereel.finetune.trainer.distributed import Processes
-from tapereel.finetune.trainer.options import StepOptions, TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.ranks import Ranks, ShardedRanks
 from tapereel.finetune.trainer.reference import EarlierWeights
 from tapereel.finetune.trainer.trainer import Trainer
@@ -42,10 +42,11 @@ def trained(ranks: Ranks, folder: Path, resumed: Path | None = None, *, save: bo
         return Trainer(
             work,
             get_recipe("ppo", RECIPE),
-            TrainerOptions(lr=0.01, ema=0.9, offload=offload),
+            OptimiserConfig(lr=0.01, ema=0.9),
             ranks=ranks,
+            offload=offload,
             reference=EarlierWeights(work, "base", every=4, decay=0.5, ranks=ranks),
-            critic=CriticTrainer(own_critic(processes), StepOptions(lr=0.01, offload=offload), ranks=ranks),
+            critic=CriticTrainer(own_critic(processes), OptimiserConfig(lr=0.01), ranks=ranks, offload=offload),
         )
 
     processes = Processes(ranks, model, build)

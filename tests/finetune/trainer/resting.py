@@ -15,7 +15,7 @@ import torch
 
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer import distributed
-from tapereel.finetune.trainer.options import TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.ranks import DataParallelRanks, RankLost, Ranks
 from tapereel.finetune.trainer.trainer import Trainer
 
@@ -34,7 +34,7 @@ def main(rank: int, folder: str, seconds: float) -> None:
     model = tiny_model()
 
     def build(phase: str, work: Any, ranks: Ranks) -> Trainer:
-        return Trainer(work, get_recipe("grpo"), TrainerOptions(lr=0.01), ranks=ranks)
+        return Trainer(work, get_recipe("grpo"), OptimiserConfig(lr=0.01), ranks=ranks)
 
     processes = distributed.Processes(DataParallelRanks(), model, build)
     if rank:

@@ -24,7 +24,7 @@ from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.run.policy import freeze
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.distributed import share
-from tapereel.finetune.trainer.options import StepOptions, TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.ranks import DataParallelRanks, Ranks, ShardedRanks
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.records import Status
@@ -100,13 +100,13 @@ def outcome(case: Case, ranks: Ranks) -> dict[str, Any]:
         body = Critic.of(model, normalised=True) if case.critic == "own" else Critic.on(model)
         balance = get_recipe(case.recipe, case.changes).balance
         critic = CriticTrainer(
-            body, StepOptions(lr=0.1, eps=1.0, micro_tokens=case.micro_tokens), balance=balance, ranks=ranks
+            body, OptimiserConfig(lr=0.1, eps=1.0, micro_tokens=case.micro_tokens), balance=balance, ranks=ranks
         )
     recipe = get_recipe(case.recipe, case.changes)
     trainer = Trainer(
         model,
         recipe,
-        TrainerOptions(
+        OptimiserConfig(
             lr=0.05,
             eps=1.0,
             micro_tokens=case.micro_tokens,

@@ -17,7 +17,7 @@ from tapereel.finetune.data.stream import Stream
 from tapereel.finetune.objective import Context, Weigh
 from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.options import TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
 
 from ..build import batch, choices, episode, exact, gradient, row, same, tiny_model
@@ -85,7 +85,7 @@ def test_ranks_that_add_up_their_totals_add_up_to_the_whole(weigh):
     n = 1.0 if weigh == "sum" else sum(recipe.weigh.totals(s, torch.ones(len(s), dtype=torch.bool)) for s in streams)
     loss, grads = 0.0, {}
     for half, stream in zip(halves, streams, strict=True):
-        trainer = Trainer(model, recipe, TrainerOptions(lr=0.0))
+        trainer = Trainer(model, recipe, OptimiserConfig.model_construct(lr=0.0))
         part = objective.prepare(recipe, stream, Context()).part(add_up=lambda t, n=n: torch.full_like(t, n))
         model.zero_grad()
         loss += trainer._accumulate(half[0], part).loss
@@ -131,7 +131,7 @@ def test_a_flat_group_moves_no_weight_and_is_still_counted():
     rows, episodes = batch(model=model)
     flat = [dataclasses.replace(e, reward=0.1) for e in episodes]
     before = copy.deepcopy(model.state_dict())
-    trainer = Trainer(model, get_recipe("grpo"), TrainerOptions(lr=0.1, weight_decay=0.1))
+    trainer = Trainer(model, get_recipe("grpo"), OptimiserConfig(lr=0.1, weight_decay=0.1))
     stats = trainer.update(rows, flat)
     assert stats.skipped == "nothing to train on"
     assert trainer.skips == {"nothing to train on": 1}
@@ -149,7 +149,9 @@ def test_a_flat_group_under_a_kl_loss_is_forwarded_for_the_kl_alone():
     rows, episodes = batch(model=model)
     flat = [dataclasses.replace(e, reward=1.0) for e in episodes]
     recipe = get_recipe("grpo", {"regulariser": [{"kind": "kl", "beta": 0.1}]})
-    stats = Trainer(model, recipe, TrainerOptions(lr=0.0), reference=tiny_model(seed=1)).update(rows, flat)
+    stats = Trainer(model, recipe, OptimiserConfig.model_construct(lr=0.0), reference=tiny_model(seed=1)).update(
+        rows, flat
+    )
     assert stats.applied
     assert stats.loss == pytest.approx(0.1 * stats.sums.mean("kl/reference/k3"), rel=1e-6)
 

@@ -14,7 +14,7 @@ from tapereel.finetune.data.stream import Episode
 from tapereel.finetune.loop.staleness import drop_stale
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer, Value
-from tapereel.finetune.trainer.options import StepOptions, TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.finetune.trainer.updates import Prepared
 from tapereel.tapes.records import CauseType, Status
@@ -34,7 +34,10 @@ def trainer_of(body: str = "own", lr: float = 0.0, **credit: Any) -> Trainer:
     torch.nn.init.constant_(critic.head.bias, 0.3)
     recipe = get_recipe("ppo", {"credit": {**CREDIT, **credit}})
     return Trainer(
-        model, recipe, TrainerOptions(lr=0.0), critic=CriticTrainer(critic, StepOptions(lr=lr), loss=Value(clip=None))
+        model,
+        recipe,
+        OptimiserConfig.model_construct(lr=0.0),
+        critic=CriticTrainer(critic, OptimiserConfig.model_construct(lr=lr), loss=Value(clip=None)),
     )
 
 

@@ -15,7 +15,7 @@ from tapereel.finetune.objective import Context
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer, Value
 from tapereel.finetune.trainer.logprobs import plan
-from tapereel.finetune.trainer.options import StepOptions, TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.schedule import Schedule
 from tapereel.finetune.trainer.trainer import Trainer
 
@@ -45,8 +45,8 @@ def test_the_critics_loss_never_touches_the_policy(make):
     rows, episodes = batch(model=model)
     recipe = get_recipe("ppo")
     before = copy.deepcopy(model.state_dict())
-    critic = CriticTrainer(make(model), StepOptions(lr=0.1))
-    trainer = Trainer(model, recipe, TrainerOptions(lr=0.0), critic=critic)
+    critic = CriticTrainer(make(model), OptimiserConfig(lr=0.1))
+    trainer = Trainer(model, recipe, OptimiserConfig.model_construct(lr=0.0), critic=critic)
     weights = copy.deepcopy(critic.critic.state_dict())
     stats = trainer.update(rows, episodes)
     assert stats.applied
@@ -58,7 +58,7 @@ def test_the_critics_loss_never_touches_the_policy(make):
 
 def test_a_critic_steps_at_the_rate_of_its_schedule():
     rows, episodes = batch()
-    critic = CriticTrainer(Critic.of(tiny_model()), StepOptions(lr=0.2, schedule=Schedule(warmup=4)))
+    critic = CriticTrainer(Critic.of(tiny_model()), OptimiserConfig(lr=0.2, schedule=Schedule(warmup=4)))
     found = []
     for _ in range(2):
         stream = critic.valued(rows, Stream.of(rows, episodes), ends=False)
@@ -94,8 +94,10 @@ def test_the_value_of_a_token_is_that_of_the_state_before_it():
 def test_a_critic_learns_what_the_states_are_worth():
     model = tiny_model(torch.float32)
     rows, episodes = batch(model=None)
-    critic = CriticTrainer(Critic.of(model), StepOptions(lr=3e-3), loss=Value(clip=None))
-    trainer = Trainer(model, get_recipe("ppo", {"credit": {"lam": 1.0}}), TrainerOptions(lr=0.0), critic=critic)
+    critic = CriticTrainer(Critic.of(model), OptimiserConfig(lr=3e-3), loss=Value(clip=None))
+    trainer = Trainer(
+        model, get_recipe("ppo", {"credit": {"lam": 1.0}}), OptimiserConfig.model_construct(lr=0.0), critic=critic
+    )
     first = trainer.update(rows, episodes).sums.mean("value/loss")
     for _ in range(60):
         last = trainer.update(rows, episodes).sums.mean("value/loss")
@@ -117,8 +119,8 @@ def test_a_new_scale_leaves_every_value_as_it_was():
         critic.rescale(-1.0, 7.0)
         torch.testing.assert_close(critic(micro), before, rtol=1e-12, atol=1e-12)
     rows, episodes = batch(model=model)
-    trained = CriticTrainer(critic, StepOptions(lr=1e-3))
-    Trainer(model, get_recipe("ppo"), TrainerOptions(lr=0.0), critic=trained).update(rows, episodes)
+    trained = CriticTrainer(critic, OptimiserConfig(lr=1e-3))
+    Trainer(model, get_recipe("ppo"), OptimiserConfig.model_construct(lr=0.0), critic=trained).update(rows, episodes)
     assert trained.moments.std is not None
     assert float(critic.std) == pytest.approx(trained.moments.std)
 
@@ -127,8 +129,8 @@ def test_a_new_scale_leaves_every_value_as_it_was():
 def test_a_new_head_with_a_scale_begins_at_the_mean_of_the_targets_and_keeps_what_it_says():
     model = tiny_model()
     rows, episodes = batch(model=model)
-    critic = CriticTrainer(Critic.of(model, normalised=True), StepOptions(lr=0.0))
-    trainer = Trainer(model, get_recipe("ppo"), TrainerOptions(lr=0.0), critic=critic)
+    critic = CriticTrainer(Critic.of(model, normalised=True), OptimiserConfig.model_construct(lr=0.0))
+    trainer = Trainer(model, get_recipe("ppo"), OptimiserConfig.model_construct(lr=0.0), critic=critic)
     prepared = trainer.prepare(rows, episodes)
     assert prepared.batch.target is not None
     wanted = prepared.batch.target[prepared.batch.entered].mean()
@@ -149,11 +151,13 @@ def test_a_normalised_critic_learns_from_the_first_pass_of_its_first_update(rewa
     rows, episodes = batch(model=model)
     episodes = [replace(one, reward=rewards[k % 2]) for k, one in enumerate(episodes)]
     clipped, free = (
-        CriticTrainer(Critic.of(model, normalised=True), StepOptions(lr=1e-4), loss=Value(clip=clip), passes=4)
+        CriticTrainer(Critic.of(model, normalised=True), OptimiserConfig(lr=1e-4), loss=Value(clip=clip), passes=4)
         for clip in (0.2, None)
     )
     for critic in (clipped, free):
-        trainer = Trainer(copy.deepcopy(model), get_recipe("ppo"), TrainerOptions(lr=0.0), critic=critic)
+        trainer = Trainer(
+            copy.deepcopy(model), get_recipe("ppo"), OptimiserConfig.model_construct(lr=0.0), critic=critic
+        )
         for stats in trainer.updates(rows, episodes, epochs=2):
             assert stats.sums["value/grad_norm"] > 0
             assert stats.sums.mean("value/clipped") in (None, 0.0)
@@ -167,8 +171,10 @@ def test_the_share_of_clipped_values_is_that_of_all_passes() -> None:
     rows, episodes = batch(model=model)
     shares = []
     for passes in (1, 2, 4):
-        critic = CriticTrainer(Critic.of(model), StepOptions(lr=1e-2), loss=Value(clip=1e-4), passes=passes)
-        trainer = Trainer(copy.deepcopy(model), get_recipe("ppo"), TrainerOptions(lr=0.0), critic=critic)
+        critic = CriticTrainer(Critic.of(model), OptimiserConfig(lr=1e-2), loss=Value(clip=1e-4), passes=passes)
+        trainer = Trainer(
+            copy.deepcopy(model), get_recipe("ppo"), OptimiserConfig.model_construct(lr=0.0), critic=critic
+        )
         (stats,) = trainer.updates(rows, episodes)
         shares.append(stats.sums.mean("value/clipped"))
         assert stats.sums.counts["value/clipped"] == passes * stats.sums.counts["value/loss"]
@@ -179,8 +185,8 @@ def test_the_share_of_clipped_values_is_that_of_all_passes() -> None:
 def test_the_policy_stays_as_it_is_while_the_critic_warms_up():
     model = tiny_model()
     rows, episodes = batch(model=model)
-    critic = CriticTrainer(Critic.of(model), StepOptions(lr=1e-2))
-    trainer = Trainer(model, get_recipe("ppo"), TrainerOptions(lr=1e-2, critic_first=2), critic=critic)
+    critic = CriticTrainer(Critic.of(model), OptimiserConfig(lr=1e-2), first=2)
+    trainer = Trainer(model, get_recipe("ppo"), OptimiserConfig(lr=1e-2), critic=critic)
     before = copy.deepcopy(model.state_dict())
     for _ in range(2):
         steps = list(trainer.updates(rows, episodes, epochs=2))
@@ -200,8 +206,8 @@ def test_the_critic_is_saved_with_the_trainer_and_guarded_like_it():
         return Trainer(
             tiny_model(),
             get_recipe("ppo"),
-            TrainerOptions(lr=1e-2),
-            critic=CriticTrainer(Critic.of(tiny_model()), StepOptions(lr=1e-2)),
+            OptimiserConfig(lr=1e-2),
+            critic=CriticTrainer(Critic.of(tiny_model()), OptimiserConfig(lr=1e-2)),
         )
 
     one = trainer()
@@ -234,9 +240,11 @@ def test_three_passes_are_three_steps_on_the_same_targets(clip):
     model = tiny_model()
     rows, episodes = batch(model=model)
     three, one = (
-        CriticTrainer(Critic.of(model), StepOptions(lr=1e-2), loss=Value(clip=clip), passes=n) for n in (3, 1)
+        CriticTrainer(Critic.of(model), OptimiserConfig(lr=1e-2), loss=Value(clip=clip), passes=n) for n in (3, 1)
     )
-    prepared = Trainer(model, get_recipe("ppo"), TrainerOptions(lr=0.0), critic=three).prepare(rows, episodes)
+    prepared = Trainer(model, get_recipe("ppo"), OptimiserConfig.model_construct(lr=0.0), critic=three).prepare(
+        rows, episodes
+    )
     stream, target = prepared.batch.stream, prepared.batch.target
     assert stream.value is not None
     assert target is not None

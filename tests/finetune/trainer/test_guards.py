@@ -10,7 +10,7 @@ import torch
 
 from tapereel.finetune.data.stream import BadBatch, Stream
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.options import TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
 
 from ..build import batch, episode, row, tiny_model
@@ -21,7 +21,7 @@ from ..build import batch, episode, row, tiny_model
 def test_a_number_that_is_not_finite_leaves_the_weights_and_the_next_update_is_fine(where):
     model = tiny_model()
     rows, episodes = batch(model=model)
-    trainer = Trainer(model, get_recipe("reinforce"), TrainerOptions(lr=1e-2))
+    trainer = Trainer(model, get_recipe("reinforce"), OptimiserConfig(lr=1e-2))
     assert trainer.update(rows, episodes).applied
     before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(trainer.state_dict())
     if where == "weights":
@@ -56,7 +56,7 @@ def test_a_number_that_is_not_finite_leaves_the_weights_and_the_next_update_is_f
 def test_a_bad_micro_batch_late_in_the_update_takes_back_the_earlier_ones():
     model = tiny_model()
     rows, episodes = batch(model=model)
-    trainer = Trainer(model, get_recipe("reinforce"), TrainerOptions(lr=1e-2, micro_tokens=1))
+    trainer = Trainer(model, get_recipe("reinforce"), OptimiserConfig(lr=1e-2, micro_tokens=1))
     before = copy.deepcopy(model.state_dict())
     prepared = trainer.prepare(rows, episodes)
     longest = max(range(6), key=lambda i: rows[i].own[-1])

@@ -13,7 +13,7 @@ from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer import lm_head as head
 from tapereel.finetune.trainer.logprobs import forward, score
 from tapereel.finetune.trainer.micro_batches import plan
-from tapereel.finetune.trainer.options import TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
 
 from ..build import batch, episode, gradient, row, same, tiny_model
@@ -45,7 +45,7 @@ def test_an_update_never_holds_the_logits_of_its_tokens(bonus, monkeypatch):
     rows = [row(f"t{i}", turns=(TOKENS // 4,)) for i in range(4)]
     episodes = [episode(r.tape, r.group, reward=float(i)) for i, r in enumerate(rows)]
     recipe = get_recipe("grpo", {"regulariser": [{"kind": "entropy", "coefficient": bonus}]})
-    trainer = Trainer(model, recipe, TrainerOptions(lr=1e-3))
+    trainer = Trainer(model, recipe, OptimiserConfig(lr=1e-3))
     trainer.update(rows, episodes)
     ours = peak(lambda: trainer.update(rows, episodes))
 

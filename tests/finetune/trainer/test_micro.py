@@ -15,7 +15,7 @@ from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer import micro_batches as micro
 from tapereel.finetune.trainer.logprobs import packs, score, shares_prefixes
 from tapereel.finetune.trainer.micro_batches import plan
-from tapereel.finetune.trainer.options import TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
 
 from ..build import episode, gradient, ledger, row, same, tiny_model
@@ -157,5 +157,5 @@ def test_a_model_that_cannot_share_does_not():
     sliding.config.sliding_window = 8
     assert not shares_prefixes(sliding)
     model = tiny_model()
-    Trainer(model, get_recipe("sft"), TrainerOptions(gradient_checkpointing=True))
+    Trainer(model, get_recipe("sft"), OptimiserConfig(gradient_checkpointing=True))
     assert not shares_prefixes(model)

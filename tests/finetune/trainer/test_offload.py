@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.adamw import OffloadedAdamW
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
-from tapereel.finetune.trainer.options import StepOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
 
 from ..build import batch, tiny_model, trainer_of
@@ -45,7 +45,7 @@ class Live(TorchDispatchMode):
 
 def made(offload: bool, **more: Any) -> Trainer:
     model = tiny_model(torch.float32)
-    critic = CriticTrainer(Critic.of(model), StepOptions(lr=0.01, offload=offload), passes=2)
+    critic = CriticTrainer(Critic.of(model), OptimiserConfig(lr=0.01), passes=2, offload=offload)
     how: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "offload": offload, "critic": critic, **more}
     return trainer_of(model, get_recipe("ppo"), **how)
 

@@ -26,7 +26,7 @@ from tapereel.finetune.run.players import NO_WARM_START
 from tapereel.finetune.run.policy import Policy, freeze
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.logprobs import score
-from tapereel.finetune.trainer.options import StepOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.reference import EarlierWeights, OtherModel, ServedTeacher
 from tapereel.finetune.trainer.trainer import Trainer
 
@@ -255,9 +255,9 @@ def test_a_critic_sees_the_pictures(family: str, body: str, what: Frozen) -> Non
     with torch.no_grad():
         critic.head.weight.normal_()
     rows, episodes = batch(family)
-    own = CriticTrainer(critic, StepOptions(lr=1e-3))
+    own = CriticTrainer(critic, OptimiserConfig(lr=1e-3))
     values = own.values(rows)
-    alone = CriticTrainer(critic, StepOptions(micro_tokens=1)).values(rows)
+    alone = CriticTrainer(critic, OptimiserConfig(micro_tokens=1)).values(rows)
     assert (values - alone).abs().max() < 1e-4
     other = png(40, 24, 9)
     swapped = [
@@ -277,7 +277,7 @@ def test_a_critic_sees_the_pictures(family: str, body: str, what: Frozen) -> Non
     tower = {f"body.{name}" for name in parts_of(family, model)["tower"]}
     assert bool(moved & tower) == (body == "own" and what == "nothing")
     again = CriticTrainer(
-        (Critic.of if body == "own" else Critic.on)(free(family, what), vision=vision), StepOptions(lr=1e-3)
+        (Critic.of if body == "own" else Critic.on)(free(family, what), vision=vision), OptimiserConfig(lr=1e-3)
     )
     again.load_state_dict(own.state_dict())
     torch.testing.assert_close(again.values(rows), own.values(rows), rtol=0, atol=0)

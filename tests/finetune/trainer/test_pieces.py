@@ -28,7 +28,7 @@ from tapereel.finetune.trainer.checkpoint import (
     write_parts,
 )
 from tapereel.finetune.trainer.distributed import Processes
-from tapereel.finetune.trainer.options import TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.ranks import Ranks, ShardedRanks, Whole
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.store.lease import LeaseLost
@@ -175,7 +175,7 @@ EXPORTED: dict[str, tuple[Callable[[Path], str], AdapterConfig | None]] = {
 def exported(folder: str, adapters: AdapterConfig | None, ranks: Ranks, to: Path) -> Processes:
     """Writes a checkpoint and a folder for servers, as a run with these ranks does."""
     policy = load_policy(EmbeddedConfig(model=folder), TrainerConfig(lora=adapters), 0, ranks)
-    options = TrainerOptions(ema=0.5)
+    options = OptimiserConfig(ema=0.5)
     make = lambda _, model, ranks: Trainer(model, get_recipe("grpo"), options, ranks=ranks)  # noqa: E731
     processes = Processes(ranks, policy.model, make, policy.empty)
     processes.trainer("rl")

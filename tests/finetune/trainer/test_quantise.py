@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 from tapereel.agents.engines.embedded.pretrained import Dtype, load_pretrained, load_weights, weights_digest
 from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
 from tapereel.finetune.api.estimate import estimate
-from tapereel.finetune.loop.profiles import fitted
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.trainer.logprobs import score
+from tapereel.finetune.trainer.profiles import fitted
 from tapereel.tapes.common.config import load_config
 from tapereel.tapes.errors import UsageError
 

@@ -15,7 +15,7 @@ from tapereel.finetune.objective import Context
 from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.logprobs import score
-from tapereel.finetune.trainer.options import TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.schedule import Schedule
 from tapereel.finetune.trainer.trainer import Trainer
 
@@ -32,7 +32,7 @@ def test_going_on_from_a_saved_state_is_bit_equal():
         return Trainer(
             model,
             recipe,
-            TrainerOptions(lr=1e-2, weight_decay=0.01, schedule=schedule, ema=0.9),
+            OptimiserConfig(lr=1e-2, weight_decay=0.01, schedule=schedule, ema=0.9),
             reference=tiny_model(torch.float32, 1),
         )
 
@@ -72,7 +72,7 @@ def test_a_mini_batch_is_live_nowhere_else():
 def test_several_updates_on_one_rollout_batch_share_its_advantages_and_anchor():
     model = tiny_model()
     rows, episodes = batch(model=model)
-    trainer = Trainer(model, get_recipe("grpo", {"anchor": {"to": "recomputed"}}), TrainerOptions(lr=1e-2))
+    trainer = Trainer(model, get_recipe("grpo", {"anchor": {"to": "recomputed"}}), OptimiserConfig(lr=1e-2))
     first = score(model, rows).logprob
     stats = list(trainer.updates(rows, episodes, epochs=2, minibatches=3, seed=4))
     assert [s.step for s in stats] == [1, 2, 3, 4, 5, 6]
@@ -111,7 +111,9 @@ def test_the_running_average_moves_once_per_update():
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(case["average"])
-    trainer = Trainer(model, get_recipe("sft"), TrainerOptions(lr=0.0, ema=case["decay"], micro_tokens=1))
+    trainer = Trainer(
+        model, get_recipe("sft"), OptimiserConfig.model_construct(lr=0.0, ema=case["decay"], micro_tokens=1)
+    )
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(case["weight"])
@@ -126,7 +128,7 @@ def test_in_synchronous_mode_sampler_and_trainer_agree_on_every_token():
     lp = score(model, rows).logprob.numpy()
     at = np.concatenate([[0], np.cumsum([len(r.own) for r in rows])])
     rows = [dataclasses.replace(r, old=lp[a:b]) for r, a, b in zip(rows, at, at[1:], strict=False)]
-    stats = Trainer(model, get_recipe("grpo"), TrainerOptions(micro_tokens=16)).update(rows, episodes)
+    stats = Trainer(model, get_recipe("grpo"), OptimiserConfig(micro_tokens=16)).update(rows, episodes)
     assert stats.mismatch is not None
     assert stats.mismatch < 1e-5
     assert stats.ess == pytest.approx(1.0, abs=1e-5)
@@ -150,7 +152,7 @@ def test_only_tokens_of_the_present_weights_can_mismatch():
     episodes = [episode("a", reward=1.0), episode("b", reward=0.0), episode("c", reward=0.0)]
 
     def line(version: str | None) -> dict[str, object]:
-        trainer = Trainer(model, get_recipe("grpo"), TrainerOptions(lr=0.0))
+        trainer = Trainer(model, get_recipe("grpo"), OptimiserConfig.model_construct(lr=0.0))
         trainer.version = version
         stats = trainer.update(rows, episodes)
         return {k: v for k, v in stats.line().items() if k.split("/")[0] in ("mismatch", "moved")}
@@ -167,7 +169,7 @@ def test_learning_rate_clipping_and_decay_do_what_they_say():
     model = tiny_model()
     rows, episodes = batch(model=model)
     trainer = Trainer(
-        model, get_recipe("grpo"), TrainerOptions(lr=0.5, schedule=Schedule(kind="linear", total=4), grad_clip=1e-3)
+        model, get_recipe("grpo"), OptimiserConfig(lr=0.5, schedule=Schedule(kind="linear", total=4), grad_clip=1e-3)
     )
     assert [trainer.update(rows, episodes).lr for _ in range(3)] == [0.5, 0.375, 0.25]
     state = trainer.state_dict()
@@ -176,7 +178,7 @@ def test_learning_rate_clipping_and_decay_do_what_they_say():
     assert trainer.update(rows, episodes).lr == 0.125
     model = tiny_model()
     before = copy.deepcopy(model.state_dict())
-    trainer = Trainer(model, get_recipe("sft"), TrainerOptions(lr=1e-6, weight_decay=0.5))
+    trainer = Trainer(model, get_recipe("sft"), OptimiserConfig(lr=1e-6, weight_decay=0.5))
     trainer.update(rows, episodes)
     gone = {n: float((p - before[n]).norm()) for n, p in model.state_dict().items()}
     assert all(g > 0 for g in gone.values())

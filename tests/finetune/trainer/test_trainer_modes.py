@@ -14,7 +14,7 @@ from tapereel.finetune.data.stream import BadBatch, Stream
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.logprobs import UnsupportedModel, score
-from tapereel.finetune.trainer.options import StepOptions, TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.reference import EarlierWeights
 from tapereel.finetune.trainer.trainer import Trainer
 
@@ -33,7 +33,7 @@ def test_adapters_alone_are_trained_and_the_base_is_the_reference_without_a_seco
     base = tiny_model()
     rows, episodes = batch(model=base)
     recipe = get_recipe("grpo", {"regulariser": [{"kind": "kl", "beta": 0.5}]})
-    trainer = Trainer(model, recipe, TrainerOptions(lr=0.05), reference=EarlierWeights(model, "base"))
+    trainer = Trainer(model, recipe, OptimiserConfig(lr=0.05), reference=EarlierWeights(model, "base"))
     assert all("lora" in name for name in trainer.parameters)
     assert trainer.update(rows, episodes).applied
     stats = trainer.update(rows, episodes)
@@ -68,7 +68,9 @@ def test_demonstrations_add_their_cross_entropy_with_a_denominator_of_their_own(
     plain = gradient(model, get_recipe("grpo"), rows, episodes)
     nll = gradient(model, get_recipe("sft"), shown, [episode("demo", "demo")])
     trainer = Trainer(
-        model, get_recipe("grpo", {"regulariser": [{"kind": "nll", "coefficient": 0.3}]}), TrainerOptions(lr=0.0)
+        model,
+        get_recipe("grpo", {"regulariser": [{"kind": "nll", "coefficient": 0.3}]}),
+        OptimiserConfig.model_construct(lr=0.0),
     )
     prepared = trainer.prepare(rows, episodes, demonstrations=shown)
     trainer.optimizer.zero_grad()
@@ -89,7 +91,7 @@ def test_demonstrations_teach_even_when_every_group_is_flat():
     rows = [row("a"), row("b")]
     flat = [episode("a", reward=1.0), episode("b", reward=1.0)]
     trainer = Trainer(
-        model, get_recipe("grpo", {"regulariser": [{"kind": "nll", "coefficient": 0.3}]}), TrainerOptions(lr=1e-2)
+        model, get_recipe("grpo", {"regulariser": [{"kind": "nll", "coefficient": 0.3}]}), OptimiserConfig(lr=1e-2)
     )
     assert trainer.update(rows, flat, [row("demo", "demo")]).applied
 
@@ -106,14 +108,14 @@ def test_checkpointing_recomputes_the_same_gradient(recipe):
 def test_checkpointing_refuses_dropout_by_the_name_of_the_module():
     model = adapted()
     with pytest.raises(UnsupportedModel, match=r"lora_dropout.*\b30%"):
-        Trainer(model, get_recipe("sft"), TrainerOptions(gradient_checkpointing=True))
+        Trainer(model, get_recipe("sft"), OptimiserConfig(gradient_checkpointing=True))
 
 
 def test_in_bfloat16_the_loss_is_near_and_the_weights_stay_in_float32():
     model = tiny_model(torch.float32)
     rows, episodes = batch()
     exact_loss = gradient(model, get_recipe("sft"), rows, episodes)[0]
-    trainer = Trainer(model, get_recipe("sft"), TrainerOptions(lr=1e-3, autocast=torch.bfloat16))
+    trainer = Trainer(model, get_recipe("sft"), OptimiserConfig(lr=1e-3, autocast="bfloat16"))
     losses = [trainer.update(rows, episodes).loss for _ in range(20)]
     assert losses[0] == pytest.approx(exact_loss, rel=2e-2)
     assert losses[0] != exact_loss
@@ -168,7 +170,7 @@ def test_demonstrations_are_balanced_too_in_proportion_to_their_coefficient() ->
     found = {}
     for c in (0.0, 0.5):
         terms = [{"kind": "nll", "coefficient": 0.4}, {"kind": "aux", "coefficient": c}]
-        trainer = Trainer(model, get_recipe("sft", {"regulariser": terms}), TrainerOptions(micro_tokens=20))
+        trainer = Trainer(model, get_recipe("sft", {"regulariser": terms}), OptimiserConfig(micro_tokens=20))
         found[c] = trainer.gradient(trainer.prepare(rows, episodes, demonstrations=shown))
     want = 0.5 * hf_balance(model.model, rows) + 0.4 * 0.5 * hf_balance(model.model, shown)
     assert found[0.5][0].loss - found[0.0][0].loss == pytest.approx(want.item(), rel=1e-5)
@@ -189,7 +191,7 @@ def test_a_critic_with_a_body_of_its_own_is_balanced_and_one_without_is_not(monk
     for c in (0.0, 0.5):
         critic = Critic.of(model)
         torch.nn.init.constant_(critic.head.weight, 0.1)
-        trainer = CriticTrainer(critic, StepOptions(grad_clip=None, micro_tokens=20), balance=c)
+        trainer = CriticTrainer(critic, OptimiserConfig(grad_clip=None, micro_tokens=20), balance=c)
         monkeypatch.setattr(
             trainer.optimizer, "step", lambda critic=critic, c=c: grads.update({c: _grads(critic.body)})
         )

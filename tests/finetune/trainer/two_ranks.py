@@ -33,7 +33,7 @@ from tapereel.finetune.run.policy import freeze
 from tapereel.finetune.trainer.checkpoint import save_checkpoint
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.distributed import Processes
-from tapereel.finetune.trainer.options import StepOptions, TrainerOptions
+from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.ranks import DataParallelRanks, Ranks, ShardedRanks, shared_digest
 from tapereel.finetune.trainer.reference import EarlierWeights
 from tapereel.finetune.trainer.trainer import Trainer, UpdateStats
@@ -145,14 +145,16 @@ def trained(case: Case, ranks: Ranks) -> dict[str, Any]:
         balance = get_recipe(case.recipe, case.changes).balance
         critic = CriticTrainer(
             body,
-            StepOptions(lr=0.1, grad_clip=0.05, micro_tokens=15 + 10 * ranks.rank, offload=offload),
+            OptimiserConfig(lr=0.1, grad_clip=0.05, micro_tokens=15 + 10 * ranks.rank),
             balance=balance,
+            offload=offload,
             ranks=ranks,
         )
     trainer = Trainer(
         model,
         get_recipe(case.recipe, case.changes),
-        TrainerOptions(lr=0.05, grad_clip=0.05, ema=case.ema, micro_tokens=20 + 10 * ranks.rank, offload=offload),
+        OptimiserConfig(lr=0.05, grad_clip=0.05, ema=case.ema, micro_tokens=20 + 10 * ranks.rank),
+        offload=offload,
         ranks=ranks,
         critic=critic,
         reference=reference,
@@ -236,12 +238,12 @@ def led(case: SharedCase, ranks: Ranks) -> dict[str, Any]:
         critic = None
         if case.critic is not None:
             critic = CriticTrainer(
-                own_critic(processes) if case.critic == "own" else Critic.on(work), StepOptions(lr=0.1), ranks=ranks
+                own_critic(processes) if case.critic == "own" else Critic.on(work), OptimiserConfig(lr=0.1), ranks=ranks
             )
         return Trainer(
             work,
             get_recipe(case.recipe, case.changes),
-            TrainerOptions(lr=0.05, grad_clip=0.05, micro_tokens=20 + 10 * ranks.rank),
+            OptimiserConfig(lr=0.05, grad_clip=0.05, micro_tokens=20 + 10 * ranks.rank),
             ranks=ranks,
             critic=critic,
         )
@@ -392,8 +394,8 @@ def seen(case: str, ranks: Ranks) -> dict[str, Any]:
     def build(phase: str, work: Any, ranks: Ranks) -> Trainer:
         # With eps 1 a step is nearly linear in the gradient, so that its rounding isn't enlarged.
         body = own_critic(processes, found.vision) if case == "shared out" else Critic.of(model, vision=found.vision)
-        critic = CriticTrainer(body, StepOptions(lr=0.1, eps=1.0, micro_tokens=30), ranks=ranks)
-        options = TrainerOptions(lr=0.1, eps=1.0, micro_tokens=30)
+        critic = CriticTrainer(body, OptimiserConfig(lr=0.1, eps=1.0, micro_tokens=30), ranks=ranks)
+        options = OptimiserConfig(lr=0.1, eps=1.0, micro_tokens=30)
         return Trainer(work, get_recipe("ppo"), options, critic=critic, ranks=ranks, vision=found.vision)
 
     if case != "shared out":

@@ -36,6 +36,11 @@ CRITICS: dict[str, tuple[Default, ...]] = {
 """For each `body` of a critic, its settings."""
 
 
+def from_scratch(key: str) -> Any:
+    """The value of a setting for a model made from scratch, which is also its default if no profile applies."""
+    return next(row.tiny for row in (*PROFILES, *CRITICS["policy"]) if row.key == key)
+
+
 def fitted(config: ConfigT) -> ConfigT:
     """Return the configuration with each unset setting filled from the profile.
 
