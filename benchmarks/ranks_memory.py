@@ -121,9 +121,9 @@ def ours(folder: Path) -> None:
         processes.follow()
         return
     rows, episodes = batch(ranks.size)
-    trainer = processes.trainer("rl")
+    processes.enter("rl")
     for _ in range(STEPS):
-        assert all(stats.applied for stats in trainer.updates(rows, episodes))
+        assert all(stats.applied for stats in processes.updates(rows, episodes))
     for _ in processes.weights().values():  # reads every weight once, as a weight sync does
         pass
     processes.finish(None)

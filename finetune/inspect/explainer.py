@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
 
 from ...agents.rendering.renderer import Renderer
 from ...agents.setup.engine_config import RendererConfig
@@ -32,7 +31,7 @@ from ...tapes.value import Value
 from ..data.provenance import ChangedTape, episode_of, known
 from ..data.rows import Row, rows
 from ..data.stream import Stream
-from ..loop.history import History, as_read
+from ..loop.history import as_read
 from ..loop.plan import UpdateInfo
 from ..objective import Context, Running
 from ..objective.loss import prepare_batches
@@ -222,11 +221,8 @@ class Explainer:
         return self._batches[key]
 
     def _computed(self, use: Use, info: UpdateInfo) -> _Taken:
-        history = History(
-            self.store, use.lineage, self.store.path / "checkpoints", nn.Module(), _no_trainer, renderer=self.renderer
-        )
         try:
-            batch = info.batch(use.lineage, as_read(history, info))
+            batch = info.batch(use.lineage, as_read(info, self.store, self.renderer))
         except ChangedTape as error:
             return _Taken({}, {}, str(error))
         groups: dict[str, list[float | None]] = {}
@@ -365,10 +361,6 @@ def _unknowable(recipe: Recipe | UsageError | None, phase: str) -> str:
     if any(term.needs_reference for term in recipe.shape):
         return f"recipe {recipe.name} subtracts a KL term to a reference model from the reward"
     return f"recipe {recipe.name} needs a critic" if recipe.needs_value else ""
-
-
-def _no_trainer(phase: str) -> Any:
-    raise RuntimeError(f"explaining needs no trainer, and one was requested for phase {phase!r}")
 
 
 def token_reader(

@@ -233,8 +233,7 @@ class _Bench:
         plan = UpdateInfo.of(use)
         with with_threads((plan.on or ComputedOn()).threads):
             own = history.enter(plan.phase)
-            assert isinstance(own, Trainer), "a rebuilt history trains in this process alone"
-            batch = plan.batch(history.lineage, as_read(history, plan))
+            batch = plan.batch(history.lineage, as_read(plan, history.store, history.policy.renderer))
             batch = replace(batch, rows=list(history.taught_rows(plan, batch)))
             trials = [self._trial(name, recipe, own, batch, plan) for name, recipe in self.recipes]
         single = len(epochs) == 1 and plan.minibatches == 1
@@ -261,7 +260,17 @@ class _Bench:
                     f"recipe {recipe.name!r} needs a {what}, and update {self.history.updates} of the run was "
                     f"made without one (by {own.recipe.name!r}): compare recipes that need none"
                 )
-        trainer = own.with_recipe(recipe, self.reference)
+        trainer = Trainer(
+            own.model,
+            recipe,
+            own.options,
+            reference=own.others.get("reference", self.reference) if recipe.needs_reference else None,
+            teacher=own.others.get("teacher") if recipe.needs_teacher else None,
+            critic=own.critic,
+            ranks=own.ranks,
+            vision=own.vision,
+            offload=own.offload,
+        )
         if mine:
             trainer.moments, trainer.betas = copy.deepcopy(own.moments), list(own.betas)
         prepared = trainer.prepare(

@@ -85,7 +85,7 @@ def follow(run: Path, ranks: Ranks) -> object:
         if command != "end":  # only this rank has the error
             raise
         return result
-    return loaded.processes.follow()
+    return loaded.policy.weights.follow()
 
 
 def present_config(run: Path) -> TrainConfig:

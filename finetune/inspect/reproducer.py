@@ -295,7 +295,7 @@ class _Walk:
         last = n == self.until
         if published is None and file is None and not last:
             return
-        self.digest = self.history.held.digest(published)
+        self.digest = self.history.policy.weights.digest(published)
         if published is not None:
             if n == 0 and published != self.digest:
                 raise BrokenHistory(
@@ -326,7 +326,7 @@ class _Walk:
         States of random number generators are left out, because no update draws from them.
         """
         derives = "base weights and tapes give"
-        found, taught = self.history.held.digest_in(file, self.digest), file.taught()
+        found, taught = self.history.policy.weights.digest_in(file, self.digest), file.taught()
         if found != self.digest:
             sentence = f"the weights in {file.path} have digest {found}, {derives} {self.digest}"
             yield "checkpoint", sentence, self.digest, found
@@ -336,7 +336,7 @@ class _Walk:
             yield "trainer", sentence, self.history.phase, phase
         elif phase and trainer is not None:
             try:
-                different = trainer.unlike(file)
+                different = self.history.policy.weights.unlike(file)
             except BadCheckpoint as error:
                 yield "trainer", str(error), None, None
                 return

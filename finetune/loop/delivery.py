@@ -35,10 +35,10 @@ from ...tapes.arrays import ints
 from ...tapes.errors import TapereelError
 from ...tapes.records import Sampling
 from ..data.rows import Row
-from ..trainer.checkpoint import ModelWeights
-from ..trainer.distributed import with_files
 from ..trainer.logprobs import casting, parts, plan, states, vocabulary_of
+from ..trainer.updates import with_files
 from .plan import fits
+from .policy import Policy
 
 PLACES = 8
 """Maximum number of tokens that each sampler draws in a check, one after each prefix."""
@@ -92,16 +92,10 @@ class _Answer(NamedTuple):
 
 
 class Delivery:
-    """Checks that all samplers of one policy have its weights. `model` is the trainer's model, which updates change in
-    place. `held` are its weights, if several processes hold them."""
+    """Checks that all samplers of one policy have its weights."""
 
-    def __init__(self, model: nn.Module, held: ModelWeights | None = None) -> None:
-        self.model = model
-        self.held = held or ModelWeights(model)
-        self.autocast: torch.dtype | None = None
-        """Dtype in which the trainer runs the forward pass. None means the dtype of the weights."""
-        self.vision: Vision | None = None
-        """How the model reads pictures, or None if it reads only text."""
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
         self.found: dict[str, JsonValue] = {}
         """The result of the last check, for metrics and the next `use` record."""
         self._tape = ""
@@ -134,7 +128,7 @@ class Delivery:
             self._tape, self._places, self._row = tape, places, _beginning(row, max(places))
 
     def _readable(self, rows: Sequence[Row]) -> list[Row]:
-        vocabulary = vocabulary_of(self.model)
+        vocabulary = vocabulary_of(self.policy.model)
         return [row for row in rows if fits(row, vocabulary)]
 
     async def check(self, engine: TrainableEngine, version: str, tolerance: float | None) -> None:
@@ -151,7 +145,9 @@ class Delivery:
         if not self._versions or self._versions[-1].name != version:
             self._versions.append(await asyncio.to_thread(self._scored, self._row, version, lead.context))
         new = self._versions[-1]
-        floor = max(FLOOR.get(self.autocast or next(self.model.parameters()).dtype, NARROW), tolerance or 0.0)
+        floor = max(
+            FLOOR.get(self.policy.autocast or next(self.policy.model.parameters()).dtype, NARROW), tolerance or 0.0
+        )
         bound = max(floor, FIRST if self._clean is None else MARGIN * self._clean)
         asked = [_beginning(self._row, place) for place in self._places]
         found = await asyncio.gather(
@@ -181,13 +177,13 @@ class Delivery:
         self.found |= {"clean": self._clean, "tape": self._tape, "places": list[JsonValue](self._places)}
 
     def _scored(self, row: Row, version: str, context: int | None) -> _Version:
-        self._places, after = self.held.call(
+        self._places, after = self.policy.weights.call(
             next_tokens,
             row=with_files([row])[0],
             places=self._places,
             context=context,
-            autocast=self.autocast,
-            vision=self.vision,
+            autocast=self.policy.autocast,
+            vision=self.policy.vision,
         )
         return _Version(version, after)
 
@@ -198,7 +194,7 @@ class Delivery:
             what = f"it has {has.name}, and no weights arrived since"
         else:
             what = "it has weights of no known version, as after a part of a sync, or caches of older weights"
-            what += ", or reads other pixels of pictures" if self.vision is not None else ""
+            what += ", or reads other pixels of pictures" if self.policy.vision is not None else ""
         sure = self._sure.name if self._sure is not None else "none"
         return (
             f"the weights {new.name} did not arrive at {answer.sampler}: its log-probs of {len(answer.ids)} tokens "

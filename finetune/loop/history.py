@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from pydantic import JsonValue
 from pydantic_core import to_json
 from torch import Tensor, nn
 
+from ...agents.rendering.renderer import Renderer
 from ...tapes.common.text import logger
 from ...tapes.errors import NoSuchTape, NotATape, TapereelError
 from ...tapes.records import Publish, Use
@@ -37,26 +38,21 @@ from ..data.stream import Episode
 from ..trainer.checkpoint import (
     BadCheckpoint,
     Checkpoint,
-    ModelWeights,
     checkpoints,
     prune,
     read_checkpoint,
     remove_partial,
     save_checkpoint,
 )
-from ..trainer.distributed import with_files
 from ..trainer.logprobs import vocabulary_of
 from ..trainer.reference import ServedTeacher
-from ..trainer.updates import PolicyTrainer, TrainerState, UpdateStats, together
+from ..trainer.trainer import Trainer
+from ..trainer.updates import TrainerState, UpdateStats, together, with_files
 from .delivery import Delivery
 from .plan import Batch, ComputedOn, Plan, Source, UpdateInfo, by_update, taught_by
+from .policy import Policy
 from .rounding import allowed, rounding_of, sample_of
 from .staleness import version_name
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from ...agents.rendering.renderer import Renderer
 
 __all__ = ["Batch", "BrokenHistory", "History", "Plan", "Source"]
 
@@ -82,32 +78,12 @@ class History:
     """The updates of one lineage in one store. Two threads must not use it at the same time, but `update` may run in
     any thread."""
 
-    def __init__(
-        self,
-        store: Store,
-        lineage: str,
-        directory: Path,
-        model: nn.Module,
-        make_trainer: Callable[[str], PolicyTrainer],
-        *,
-        renderer: Renderer | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        keep: int | None = 3,
-        keep_bytes: int | None = None,
-        held: ModelWeights | None = None,
-    ) -> None:
-        """`model` has the base weights. `make_trainer` takes the name of a phase and returns a new trainer for the
-        model. `held` are the model's weights, if several processes hold them. `keep` and `keep_bytes` limit the
-        checkpoints that are kept (see `prune`)."""
+    def __init__(self, policy: Policy, store: Store, lineage: str, directory: Path) -> None:
+        """The model of `policy` has the base weights. Checkpoints are written to `directory`."""
+        self.policy = policy
         self.store = store
         self.lineage = lineage
         self.directory = directory
-        self.model = model
-        self.make_trainer = make_trainer
-        self.renderer = renderer
-        self.tokenizer = tokenizer
-        self.keep = keep
-        self.keep_bytes = keep_bytes
         self.updates = 0
         """Number of updates that led to the current weights."""
         self.trained_tokens = 0
@@ -119,31 +95,33 @@ class History:
         self.scores: dict[int, float] = {}
         """Held-out reward after each update that was evaluated. The checkpoint with the highest reward is kept."""
         self.phase = ""
-        self.trainer: PolicyTrainer | None = None
-        self.held = held or ModelWeights(model)
-        self.delivery = Delivery(model, self.held)
+        self.trainer: Trainer | None = None
+        """The present phase's trainer in this process."""
+        self.delivery = Delivery(policy)
         self.unrecorded: list[Use] = []
         """Records of the last update that the store lacks, because a crash came between the records of its epochs.
         `restore` makes these records again, and the caller must append them to the store before the next update."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained."""
+        return self.policy.model
 
     @property
     def version(self) -> str:
         """The version name of the current weights."""
         return version_name(self.lineage, self.updates)
 
-    def enter(self, phase: str) -> PolicyTrainer:
+    def enter(self, phase: str) -> Trainer:
         """Return the trainer for `phase`. Each phase begins with a new trainer."""
         if self.trainer is None or phase != self.phase:
-            self.trainer, self.phase = self.make_trainer(phase), phase
+            self.trainer, self.phase = self.policy.weights.enter(phase), phase
         return self.trainer
 
     def from_store(self, tape: str, pin: Pin | None = None) -> tuple[list[Row], Episode]:
         """Return the rows and the `Episode` of a recorded tape. With `pin`, the tape is read as it was when the pin was
         made. Without `pin`, it is read with all of its current layers."""
-        found = self.store.tape(tape, refresh=False)
-        if pin is not None:
-            found = as_pinned(found, pin)
-        return rows(found, renderer=self.renderer), episode_of(found)
+        return _read(self.store, self.policy.renderer, tape, pin)
 
     def update(self, plan: Plan, source: Source) -> tuple[UpdateStats, tuple[Use, ...]]:
         """Apply one update to the weights, with one optimiser step for each mini-batch in each epoch.
@@ -165,22 +143,20 @@ class History:
         for tape in batch.beyond:
             log.warning("tape %s is set aside: it has a token id that isn't one of the model's %d", tape, vocabulary)
         plan = plan.model_copy(update={"beyond": tuple(batch.beyond)})
-        trainer = self.enter(plan.phase)
+        trainer, weights = self.enter(plan.phase), self.policy.weights
         trainer.version = self.version
         given = self.taught_rows(plan, batch)
         rounded = self._rounding(batch)
         # Before the update, because it may change the reference.
-        compared = trainer.compared({name: getattr(plan, name, None) for name in trainer.others})
-        steps = list(
-            trainer.updates(
-                given,
-                batch.episodes,
-                epochs=plan.epochs,
-                minibatches=plan.minibatches,
-                seed=plan.order,
-                batches=plan.batches,
-                demonstrations=batch.shown,
-            )
+        compared = weights.compared({name: getattr(plan, name, None) for name in trainer.others})
+        steps = weights.updates(
+            given,
+            batch.episodes,
+            epochs=plan.epochs,
+            minibatches=plan.minibatches,
+            seed=plan.order,
+            batches=plan.batches,
+            demonstrations=batch.shown,
         )
         uses = tuple(
             self._use(plan, batch, epoch, steps[epoch * plan.minibatches : (epoch + 1) * plan.minibatches])
@@ -205,10 +181,10 @@ class History:
     def _rounding(self, batch: Batch) -> NDArray[np.float64] | None:
         """Measure how autocast rounds the log-probs of tokens that the current weights sampled (`rounding_of`). Return
         None without autocast or such tokens."""
-        dtype = self.delivery.autocast
-        found = [] if dtype is None else sample_of(batch.rows, self.version)
-        about = {"autocast": dtype, "vision": self.delivery.vision}
-        return self.held.call(rounding_of, rows=with_files(found), **about) if found else None
+        policy = self.policy
+        found = [] if policy.autocast is None else sample_of(batch.rows, self.version)
+        about = {"autocast": policy.autocast, "vision": policy.vision}
+        return policy.weights.call(rounding_of, rows=with_files(found), **about) if found else None
 
     def taught_rows(self, plan: Plan, batch: Batch) -> Sequence[Row]:
         """Return the rows of `batch` for the planned update. If an engine serves the teacher, add the teacher's
@@ -252,8 +228,8 @@ class History:
     def publish_record(self, mode: str) -> tuple[Mapping[str, Tensor], Publish]:
         """Return the weights, and the `publish` record for them. They are a copy, unless several processes share the
         weights (`Processes.weights`). Use them before the next update."""
-        weights = self.held.weights(copied=True)
-        return weights, Publish(version=self.version, digest=self.held.digest(), mode=mode, at=time.time())
+        weights = self.policy.weights.weights(copied=True)
+        return weights, Publish(version=self.version, digest=self.policy.weights.digest(), mode=mode, at=time.time())
 
     def record_version(self, mode: str) -> None:
         """Append a `publish` record for the current weights to the store, if the store has none for this version
@@ -273,9 +249,10 @@ class History:
             "cursor": self.cursor,
             "lead": self.store.lease.epoch if self.store.lease is not None else None,
         }
+        weights, renderer = self.policy.weights, self.policy.renderer
         trainer: dict[str, Any] = {"rng": torch.get_rng_state()}
         if self.trainer is not None:
-            trainer |= {} if self.held.shared else self.trainer.state_dict()
+            trainer |= {} if weights.shared else weights.state()
             options = self.trainer.options
             state["schedule"] = {"lr": options.lr, **options.schedule.model_dump(mode="json")}
         made = save_checkpoint(
@@ -284,15 +261,15 @@ class History:
             trainer,
             state,
             update=self.updates,
-            tokenizer=self.tokenizer,
-            pictures=self.renderer.pictures if self.renderer is not None else None,
+            tokenizer=self.policy.tokenizer,
+            pictures=renderer.pictures,
             taught=self.taught,
             check=self.store.check_lead,
-            held=self.held,
+            held=weights,
         )
         self.store.record_files(*sorted(made.path.rglob("*")))
         best = max(self.scores, key=self.scores.__getitem__, default=None)
-        prune(self.directory, keep=self.keep, keep_bytes=self.keep_bytes, best=best)
+        prune(self.directory, keep=self.policy.keep, keep_bytes=self.policy.keep_bytes, best=best)
         return made
 
     def settle(self) -> None:
@@ -365,7 +342,7 @@ class History:
                     # program.
                     broken = [f"no record has the digests of {path}"]
                 if broken:
-                    raise BadCheckpoint((self.held.damage(one) or broken)[0])
+                    raise BadCheckpoint((self.policy.weights.damage(one) or broken)[0])
                 if fits(one):
                     self._load(one)
                     return True
@@ -375,9 +352,9 @@ class History:
 
     def _load(self, checkpoint: Checkpoint) -> None:
         # Weights and state are read before anything is changed, so that no part of a damaged checkpoint is used.
-        shared = self.held.shared  # then each process reads its own part
+        weights, shared = self.policy.weights, self.policy.weights.shared  # if shared, each process reads its own part
         state = checkpoint.mapped("trainer.pt") if shared else checkpoint.trainer_state()
-        self.held.read(checkpoint)
+        weights.read(checkpoint)
         self.updates = checkpoint.update
         self.trained_tokens = int(checkpoint.state["trained_tokens"])
         self.cursor = int(checkpoint.state.get("cursor", 0))
@@ -385,8 +362,8 @@ class History:
         if "rng" in state:
             torch.set_rng_state(cast(Tensor, state["rng"]))
         if checkpoint.state["phase"]:
-            trainer = self.enter(checkpoint.state["phase"])
-            trainer.resume(checkpoint) if shared else trainer.load_state_dict(cast(TrainerState, state))
+            self.enter(checkpoint.state["phase"])
+            weights.resume(checkpoint) if shared else weights.load(cast(TrainerState, state))
 
     def _check_published(self) -> None:
         """Raise BrokenHistory if the restored weights differ from the published weights of the same version.
@@ -395,7 +372,7 @@ class History:
         slightly different weights, and tapes from both machines would count as sampled by one version.
         """
         recorded = self.store.published.get(self.version)
-        if recorded is not None and (found := self.held.digest(recorded.digest)) != recorded.digest:
+        if recorded is not None and (found := self.policy.weights.digest(recorded.digest)) != recorded.digest:
             raise BrokenHistory(
                 f"version {self.version} was published with digest {recorded.digest}; "
                 f"the restored weights have {found}: the run was recorded on another machine or with "
@@ -421,7 +398,7 @@ def apply_again(history: History, epochs: Sequence[Use]) -> tuple[UpdateStats, t
     try:
         info = UpdateInfo.of(use)
         with with_threads((info.on or ComputedOn()).threads):
-            stats, again = history.update(info, as_read(history, info))
+            stats, again = history.update(info, as_read(info, history.store, history.policy.renderer))
     except ChangedTape as error:
         raise Differs(use, "tape", f"can't be applied again: {error}") from error
     except (NoSuchTape, NotATape) as error:
@@ -434,13 +411,20 @@ def apply_again(history: History, epochs: Sequence[Use]) -> tuple[UpdateStats, t
     return stats, again
 
 
-def as_read(history: History, info: UpdateInfo) -> Source:
+def _read(store: Store, renderer: Renderer | None, tape: str, pin: Pin | None) -> tuple[list[Row], Episode]:
+    found = store.tape(tape, refresh=False)
+    if pin is not None:
+        found = as_pinned(found, pin)
+    return rows(found, renderer=renderer), episode_of(found)
+
+
+def as_read(info: UpdateInfo, store: Store, renderer: Renderer | None) -> Source:
     """Return a source of tapes as the update read them, before later layers were added.
 
     The source raises ChangedTape if the tape no longer has this content.
     """
     pins = info.pins or {}
-    return lambda tape: history.from_store(tape, pins.get(tape) or None)
+    return lambda tape: _read(store, renderer, tape, pins.get(tape) or None)
 
 
 @contextmanager
@@ -539,7 +523,7 @@ update of a normalised critic, values were clipped around 0."""
 OLD_RULES = (TURNS, *RULES)
 
 
-def other_rules(on: Mapping[str, object], trainer: PolicyTrainer, plan: Plan, rounded: Callable[[str], bool]) -> str:
+def other_rules(on: Mapping[str, object], trainer: Trainer, plan: Plan, rounded: Callable[[str], bool]) -> str:
     """Name the rules that an update before them didn't follow, and that may change its result. `rounded` tells whether
     the sum of a tape's rewards differs."""
     critic, steps = trainer.critic, plan.epochs * plan.minibatches
@@ -571,7 +555,7 @@ def cpu_model() -> str:
     return " ".join(found[name] for name in CPU_NAMES if name in found)
 
 
-def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
+def computed_on(trainer: Trainer) -> dict[str, JsonValue]:
     """Return the conditions that determine the exact result of an update, in addition to its tapes and weights.
 
     They are the recipe, the torch version, threads, device, chip, ranks, and the image processor of a vision model.

@@ -24,6 +24,9 @@ class WarmStartConfig(Config):
     optimiser: OptimiserConfig = OptimiserConfig()
 
 
+NO_WARM_START = WarmStartConfig(updates=0, batch=1)
+
+
 class CriticConfig(Config):
     """The critic for a recipe that uses values, such as `ppo`."""
 

@@ -339,7 +339,7 @@ class Rollouts:
             return
         self._barren = 0
         for tape in usable:
-            self.converted[tape.id] = (rows(tape, renderer=self.history.renderer), episode_of(tape))
+            self.converted[tape.id] = (rows(tape, renderer=self.history.policy.renderer), episode_of(tape))
             self.spoke |= {call.by for call in tape.calls}
         if aside:
             self.aside.append(group)

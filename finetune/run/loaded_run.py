@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -24,16 +24,15 @@ from ...tapes.store.store import Store
 from ..interchange.corpus import read_corpus
 from ..interchange.imported import Conversation
 from ..loop.loop import check_recipe
-from ..loop.loop_config import CriticConfig
+from ..loop.loop_config import NO_WARM_START, CriticConfig
+from ..loop.policy import Policy
 from ..objective.recipe import Recipe
 from ..recipes import get_recipe
-from ..trainer.distributed import Processes
 from ..trainer.profiles import fit_critic
 from ..trainer.ranks import Ranks
 from ..trainer.sequence_parallel import check_model
-from .phases import Phases
-from .players import NO_WARM_START, Team
-from .policy import Policy, check_custom, load_policy
+from .load_policy import check_custom, load_policy
+from .players import Team
 from .train_config import CurriculumConfig, EvaluationConfig, TrainConfig
 from .warm_start import choose
 
@@ -65,8 +64,6 @@ class LoadedRun:
     policy: Policy
     """The policy with its base weights, which updates change in place."""
     team: Team
-    processes: Processes
-    """The processes that compute the updates."""
     scene: Scene | None = None
     """None if nothing is sampled, only recorded updates applied again."""
 
@@ -125,19 +122,23 @@ class LoadedRun:
             for name in names:
                 if isinstance(name, str) and name not in ("base", "warm", "none"):
                     check_model(name, ranks.sequence.size)
-        policy = load_policy(config.engine, config.trainer, config.seed, ranks)
-        team = Team(config.players if not ranks.rank else {}, seed=config.seed)
-        team.load_compared(config.loop, recipe)
-        phases = Phases(policy, config.loop, recipe, config.warm or NO_WARM_START, ranks)
-        processes = Processes(ranks, policy.model, phases.trainer, policy.empty)
-        if ranks.sharded:
-            if not ranks.rank and scene is not None and config.engine.kind == "embedded":
-                log.warning(
-                    "rank 0 also holds the whole model, because the embedded engine samples with it; with servers "
-                    "(`engine.kind=vllm` or `sglang`), no rank does"
-                )
-            policy = replace(policy, held=processes)
-        return cls(config, recipe, policy, team, processes, scene)
+        loop = config.loop
+        team = Team(config.players if not ranks.rank else {}, loop, recipe, seed=config.seed)
+        policy = load_policy(
+            config.engine,
+            config.trainer,
+            loop,
+            recipe,
+            seed=config.seed,
+            warm=config.warm or NO_WARM_START,
+            ranks=ranks,
+        )
+        if ranks.sharded and not ranks.rank and scene is not None and config.engine.kind == "embedded":
+            log.warning(
+                "rank 0 also holds the whole model, because the embedded engine samples with it; with servers "
+                "(`engine.kind=vllm` or `sglang`), no rank does"
+            )
+        return cls(config, recipe, policy, team, scene)
 
     def tapes_to_imitate(self) -> Sequence[str]:
         """Return the ids of the tapes that the warm start imitates. They are in another run. Without a warm start,

@@ -20,16 +20,13 @@ from ...tapes.common.progress import Progress
 from ...tapes.records import Use
 from ...tapes.store.run_directory import PlayerResults, RunDir
 from ..loop.history import History
-from ..loop.loop_config import LoopConfig, WarmStartConfig
+from ..loop.loop_config import LoopConfig
 from ..loop.player import Player
 from ..objective.recipe import Recipe
 from ..trainer.checkpoint import Digest
 from ..trainer.trainer import UpdateStats
-from .phases import Phases
+from .load_policy import check_begun, load_policy
 from .player_config import PlayerConfig, TrainedConfig
-from .policy import check_begun, load_policy
-
-NO_WARM_START = WarmStartConfig(updates=0, batch=1)
 
 
 def lineage_of(lead: str, name: str) -> str:
@@ -40,41 +37,29 @@ def lineage_of(lead: str, name: str) -> str:
 class Team:
     """The players of one run. There may be none."""
 
-    def __init__(self, players: Mapping[str, PlayerConfig] | None = None, *, seed: int = 0) -> None:
-        """Load the models of the trained players."""
-        self.players = dict(players or {})
+    def __init__(self, players: Mapping[str, PlayerConfig], loop: LoopConfig, recipe: Recipe, *, seed: int) -> None:
+        """Load the models of the trained players, and those that the recipe compares them with. Raises UsageError if
+        any of these can't be used."""
+        self.players = dict(players)
         self.policies = {
-            name: load_policy(cast(TrainedConfig, player.engine), player.trainer, seed)
+            name: load_policy(
+                cast(TrainedConfig, player.engine), player.trainer, player.loop_of(loop), recipe, seed=seed
+            )
             for name, player in self.players.items()
             if not player.frozen
         }
-        self._phases: dict[str, Phases] = {}
         self.histories: dict[str, History] = {}
         """The history of each trained player, by name. Its model has the base weights until `restore`."""
         self.frozen: dict[str, LoadedEngine] = {}
         """The engine of each frozen player, by name. The dictionary is empty outside of `opened`."""
 
-    def load_compared(self, loop: LoopConfig, recipe: Recipe) -> None:
-        """Load the models that the recipe compares the trained players against. Raises UsageError if any of these
-        models can't be used for the comparison."""
-        for name, policy in self.policies.items():
-            if name not in self._phases:
-                self._phases[name] = Phases(policy, self.players[name].loop_of(loop), recipe, NO_WARM_START)
-
-    def begin(self, run: RunDir, loop: LoopConfig, recipe: Recipe) -> None:
+    def begin(self, run: RunDir) -> None:
         """Make the history of each trained player. Raises BrokenHistory if a player began the run with other
         weights."""
-        self.load_compared(loop, recipe)
-        for name, phases in self._phases.items():
-            self._check_begun(run, name, phases.policy.weights.digest)
-            self.policies[name] = policy = phases.policy.computing(phases.loop)
-            self.histories[name] = policy.history(
-                run.store,
-                lineage_of(run.results.lineage, name),
-                run.path / "checkpoints" / name,
-                phases.trainer,
-                loop,
-            )
+        for name, policy in self.policies.items():
+            self._check_begun(run, name, policy.weights.digest)
+            lineage, folder = lineage_of(run.results.lineage, name), run.path / "checkpoints" / name
+            self.histories[name] = History(policy, run.store, lineage, folder)
 
     def _check_begun(self, run: RunDir, name: str, digest: Digest) -> None:
         own = run.results.players.setdefault(name, PlayerResults())

@@ -33,9 +33,9 @@ try:
     from ..loop.history import History
     from ..loop.loop import check_recipe
     from ..trainer.distributed import launched
+    from .load_policy import check_begun
     from .loaded_run import LoadedRun
     from .longer import check_rates, lengthening
-    from .policy import check_begun
     from .run_report import REPORT, Reporter, reporting
     from .trackers import check_trackers, tracking
     from .train_config import EndedBy, TrainConfig
@@ -128,10 +128,10 @@ def train(
         folder = Path(out).absolute()
         loaded = LoadedRun.of(config, setup, folder, ranks)
         if ranks.rank:
-            return cast(TrainSummary, loaded.processes.follow())
-        with loaded.processes.leading():
+            return cast(TrainSummary, loaded.policy.weights.follow())
+        with loaded.policy.weights.leading():
             summary = _lead(loaded, folder, resume, progress, on_episode)
-        loaded.processes.finish(summary)
+        loaded.policy.weights.finish(summary)
         return summary
 
 

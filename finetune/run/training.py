@@ -27,15 +27,17 @@ from ...tapes.records import Use
 from ...tapes.store.run_directory import METRICS, Evaluations, HeldOut, RunDir, read_metrics
 from ..data.by_agent import rewards_of
 from ..interchange.corpus import bring_in_corpus
-from ..loop.history import Plan
+from ..loop.history import History, Plan
 from ..loop.loop import Loop, UpdateReport, check_speaks
+from ..loop.loop_config import NO_WARM_START
 from ..loop.metrics import imitation_line, player_line, rollout_line
 from ..recipes import get_recipe, write_recipes
 from ..trainer.trainer import UpdateStats
 from .evaluation import Evaluation, specs_of
+from .load_policy import check_rate
 from .loaded_run import LoadedRun, Scene
 from .longer import end_name, reached
-from .players import NO_WARM_START, Player
+from .players import Player
 from .train_config import EndedBy, MeasuredBy
 from .warm_start import bring_in, warm_start
 
@@ -73,13 +75,11 @@ class Training:
         self.loaded, self.run, self.progress, self.on_episode = loaded, run, progress, on_episode
         self.config, self.team, self.recipe = loaded.config, loaded.team, loaded.recipe
         self.loop = self.config.loop
-        self.policy = loaded.policy.computing(self.loop)
+        self.policy = loaded.policy
         self.warm = self.config.warm or NO_WARM_START
         write_recipes(run.path, {"sft": get_recipe("sft"), "rl": self.recipe})
-        self.history = self.policy.history(
-            run.store, run.results.lineage, run.path / "checkpoints", loaded.processes.trainer, self.loop
-        )
-        self.team.begin(run, self.loop, self.recipe)
+        self.history = History(self.policy, run.store, run.results.lineage, run.path / "checkpoints")
+        self.team.begin(run)
         self.shown: Sequence[str] = ()
         """Tapes in this run that the loop may also imitate."""
         self._loop: Loop | None = None
@@ -95,8 +95,8 @@ class Training:
 
     def complete(self) -> None:
         """Restore the weights, then run the warm start and the loop with its evaluations."""
-        if self.history.updates == 0:
-            self.policy.check_rate(self.loop)
+        if self.history.updates == 0 and not self.policy.weights.ranks.sharded:
+            check_rate(self.policy.model, self.loop)
         results, tapes = self.run.results, self._imitated()
         self.restore()
         self._imitate(tapes)

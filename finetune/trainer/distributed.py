@@ -1,15 +1,15 @@
-"""Data-parallel training. Rank 0 rolls out, records and decides, and every rank computes its share of each update.
+"""The processes of a run. Rank 0 rolls out, records and decides, and every rank computes its share of each update.
 
-Rank 0 runs the training loop and is the only rank that reads tapes. Its trainer, a `DistributedTrainer`, broadcasts
-each call, and sends each rank the rows and episodes of its own share. Every rank runs the call on its share, and rank 0
-joins the results. The other ranks wait for calls in `Processes.follow`, which returns when rank 0 finishes and raises
-an error if rank 0 is lost. Rollouts may take longer than the time limit of a collective operation. So between two calls
-the other ranks rest: they poll the group's store until rank 0 wakes them.
+Rank 0 runs the training loop and is the only rank that reads tapes. For an update it sends each rank its share of the
+batch (`updates.py`), once. Every rank then makes the same update on its share, and rank 0 joins the results. A run of
+one process does the same with a single share.
 
-A share consists of whole groups, because advantages compare the attempts of a group. Forks of one turn stay together
-for the same reason. Shares have similar numbers of tokens, and may be empty. The ranks don't read their tapes from the
-run directory: to find and check its tapes, each would read the segments of all tapes, more bytes than the rows of its
-share. An update may also begin before its tapes are durable.
+The other ranks wait for rank 0 in `Processes.follow`, which returns when rank 0 finishes and raises an error if rank 0
+is lost. Rollouts may take longer than the time limit of a collective operation. So between two calls the other ranks
+rest: they poll the group's store until rank 0 wakes them.
+
+The ranks don't read their tapes from the run directory: to find and check its tapes, each would read the segments of
+all tapes, more bytes than the rows of its share. An update may also begin before its tapes are durable.
 
 If weights are sharded over the ranks, no rank holds the whole model. Rank 0 reads the weights one at a time, and each
 is gathered from all ranks when it is read (`GatheredWeights`). For a digest, each rank hashes its own rows.
@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -38,9 +37,7 @@ from ...agents.engines.embedded.pretrained import emptied, fill, quiet_transform
 from ...agents.engines.weights.weight_files import write_tensors
 from ...tapes.errors import UsageError
 from ..data.rows import Row
-from ..data.stream import BadBatch, Episode, Stream
-from ..objective import Sums
-from ..objective import loss as objective
+from ..data.stream import Episode
 from .checkpoint import (
     POLICY,
     TRAINER,
@@ -55,13 +52,8 @@ from .checkpoint import (
 )
 from .ranks import DataParallelRanks, RankLost, Ranks, ShardedRanks, Whole, shared_digest
 from .trainer import Trainer
-from .updates import PolicyTrainer, Prepared, Skip, TrainerState, UpdateStats, imitation_part
+from .updates import Division, Share, StepResult, TrainerState, UpdateStats
 
-_Share = tuple[Sequence[Row], Sequence[Episode], Sequence[int], Sequence[Row]]
-"""The rows and episodes of one share, the number of its episodes in each rollout batch, and its demonstrations."""
-_Result = tuple[Tensor, Sums, float, dict[str, float], Skip | None]
-"""One share's result of a step: the weights of its tokens, the metrics, the loss, the parts of the loss, and the reason
-for a skip."""
 T = TypeVar("T")
 BEAT, POLL, SILENCE = 1.0, 0.1, 60.0
 """Seconds between two signs of life by rank 0, between two polls of a rank that rests, and without a sign of life until
@@ -120,9 +112,9 @@ class Processes(ModelWeights):
         ranks.shard(model)
         self._named = dict(model.state_dict(keep_vars=True))
         self.member: Trainer
-        """This rank's own trainer."""
-        self.held: Prepared
-        """This rank's share of the most recently prepared batch."""
+        """This rank's own trainer. It doesn't exist before `enter`."""
+        self.share: Share
+        """This rank's share of the latest batch."""
         self._busy = False
         self._lock = threading.Lock()
         self._resting: str | None = None
@@ -138,7 +130,7 @@ class Processes(ModelWeights):
     def digest(self, recorded: str | None = None) -> str:
         """Return the digest of the current weights. No weight is gathered, unless `recorded` is from an earlier
         version. Only for rank 0."""
-        return cast(str, self.on_all("digest", recorded=recorded)) if self.shared else super().digest(recorded)
+        return self.on_all(Processes._digest, recorded=recorded) if self.shared else super().digest(recorded)
 
     def digest_in(self, checkpoint: Checkpoint, recorded: str | None = None) -> str:
         """Return the digest of the weights in a checkpoint, of which each rank reads its part. Only for rank 0."""
@@ -146,11 +138,11 @@ class Processes(ModelWeights):
             return super().digest_in(checkpoint, recorded)
         if broken := self.damage(checkpoint):
             raise BadCheckpoint(broken[0])
-        found = cast(str, self.on_all("digest_in", checkpoint=checkpoint, recorded=checkpoint.state["digest"]))
+        found = self.on_all(Processes._digest_in, checkpoint=checkpoint, recorded=checkpoint.state["digest"])
         checkpoint.check(lambda _: found)
         if recorded in (None, found):
             return found
-        return cast(str, self.on_all("digest_in", checkpoint=checkpoint, recorded=recorded))
+        return self.on_all(Processes._digest_in, checkpoint=checkpoint, recorded=recorded)
 
     def whole(self) -> nn.Module:
         """Return a copy of the model with the current weights. It is whole, and only on rank 0. Only for rank 0."""
@@ -166,7 +158,7 @@ class Processes(ModelWeights):
 
     def save(self, folder: Path) -> dict[str, object]:
         """Write each rank's part of the weights and of the trainer's state. Only for rank 0."""
-        return cast("dict[str, object]", self.on_all("save", folder=folder)) if self.shared else super().save(folder)
+        return self.on_all(Processes._save, folder=folder) if self.shared else super().save(folder)
 
     def save_pretrained(self, folder: Path, averaged: Mapping[str, Tensor] | None = None) -> None:
         """Write the model in Hugging Face format. Weights are gathered one at a time, unless transformers must convert
@@ -200,29 +192,87 @@ class Processes(ModelWeights):
             raise BadCheckpoint(broken[0])
         if not checkpoint.shared:
             checkpoint.check(partial(weights_digest, cast("dict[str, Tensor]", checkpoint.mapped("policy.pt"))))
-        self.on_all("read", checkpoint=checkpoint)
+        self.on_all(Processes._read, checkpoint=checkpoint)
         checkpoint.check(self.digest)
 
     def damage(self, checkpoint: Checkpoint) -> list[str]:
         """Return a sentence for each damaged piece of a tensor. Each rank checks a share of the files. Only for rank
         0."""
-        return cast("list[str]", self.on_all("damage", checkpoint=checkpoint)) if self.shared else checkpoint.damage()
+        return self.on_all(Processes._damage, checkpoint=checkpoint) if self.shared else checkpoint.damage()
 
     def call(self, function: Callable[..., T], **arguments: object) -> T:
         """Return `function(model, **arguments)`, computed with whole weights on every rank. `function` must be at the
         top level of a module. Only for rank 0."""
         if not self.ranks.sharded:
             return super().call(function, **arguments)
-        return cast(T, self.on_all("call", function=function, arguments=arguments))
+        return self.on_all(Processes._call, function=function, arguments=arguments)
 
-    def trainer(self, phase: str) -> PolicyTrainer:
-        """Return a new trainer for `phase`. All ranks share its work. Only for rank 0."""
-        self.on_all("enter", phase=phase)
-        return DistributedTrainer(self) if self.ranks.size > 1 else self.member
+    def enter(self, phase: str) -> Trainer:
+        """Begin `phase` with a new trainer on every rank, and return this rank's. Only for rank 0."""
+        self.on_all(Processes._enter, phase=phase)
+        return self.member
 
-    def on_all(self, command: str, shares: Sequence[object] | None = None, **arguments: object) -> object:
-        """Run one command on every rank and return this rank's result. All ranks get the `arguments`. If the command
-        takes `shares`, one for each share of the rows, each rank gets only its own. Only for rank 0."""
+    def updates(
+        self,
+        rows: Sequence[Row],
+        episodes: Sequence[Episode],
+        *,
+        epochs: int = 1,
+        minibatches: int = 1,
+        seed: int | None = None,
+        batches: Sequence[int] = (),
+        demonstrations: Sequence[Row] = (),
+    ) -> list[UpdateStats]:
+        """Make an update on all ranks (see `Trainer.updates`). Return the statistics of each step, over all ranks. Only
+        for rank 0."""
+        batch = Division.of(
+            rows,
+            episodes,
+            self.ranks.shares,
+            minibatches=minibatches,
+            batches=batches,
+            demonstrations=demonstrations,
+        )
+        version = self.member.version
+        steps, found = self.on_all(Processes._updates, batch.shares, epochs=epochs, seed=seed, version=version)
+        if len(batch.shares) == 1:
+            return steps
+        results, advantages = [of_share for of_share, _ in found], [advantage for _, advantage in found]
+        return batch.joined(steps, results, advantages, self.member.recipe.imitation)
+
+    def state(self) -> TrainerState:
+        """Return the state of the trainer, whole (`Trainer.state_dict`). Only for rank 0."""
+        return self.on_all(Processes._state) if self.shared else self.member.state_dict()
+
+    def load(self, state: TrainerState) -> None:
+        """Continue from a trainer's state, with rank 0's weights. Only for rank 0."""
+        self.on_all(Processes._load, state=state)
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Continue from the trainer's state in a checkpoint. Only for rank 0."""
+        if self.shared:
+            self.on_all(Processes._resume, checkpoint=checkpoint)
+        else:
+            self.load(cast(TrainerState, checkpoint.trainer_state()))
+
+    def unlike(self, checkpoint: Checkpoint) -> list[tuple[str, str, str]]:
+        """Return (place, saved, current) for each value in the checkpoint's state that isn't the current one bit for
+        bit. Random numbers aren't compared. Raises BadCheckpoint if the state can't be read. Only for rank 0."""
+        if not (self.shared and checkpoint.shared):
+            return unlike_state(checkpoint.trainer_state(), self.state())
+        rest = checkpoint.rest()  # read by rank 0 alone, so that no other rank ends if it can't be read
+        return self.on_all(Processes._unlike, checkpoint=checkpoint, rest=rest)
+
+    def compared(self, recorded: Mapping[str, str | None]) -> dict[str, str]:
+        """Return name and digest of the reference and the teacher (see `Trainer.compared`). Only for rank 0."""
+        if not any(recorded.values()):
+            return self.member.compared(recorded)
+        # A digest of an earlier version is compared by all ranks together.
+        return self.on_all(Processes._compared, recorded=recorded)
+
+    def on_all(self, command: Callable[..., T], shares: Sequence[object] | None = None, **arguments: object) -> T:
+        """Run a method of this class on every rank and return this rank's result. All ranks get the `arguments`. If the
+        method takes `shares`, one for each share of the rows, each rank gets only its own. Only for rank 0."""
         with self._lock:  # commands may come from several threads
             self._busy = True
             self._tell(command, arguments)
@@ -255,7 +305,7 @@ class Processes(ModelWeights):
                 self._tell("stop", f"{type(error).__name__}: {error}")
             raise
 
-    def _tell(self, command: str, arguments: object) -> None:
+    def _tell(self, command: str | Callable[..., object], arguments: object) -> None:
         if self._resting:
             _store().set(self._resting, "")
             self._resting = None
@@ -280,7 +330,7 @@ class Processes(ModelWeights):
         """Run the commands of rank 0 until it calls `finish`, and return the result that it passes. Raises RankLost if
         rank 0 fails or is gone."""
         while True:
-            command, arguments = cast("tuple[str, Any]", self.ranks.broadcast())
+            command, arguments = cast("tuple[Any, Any]", self.ranks.broadcast())
             if command == "end":
                 return arguments
             if command == "stop":
@@ -308,9 +358,9 @@ class Processes(ModelWeights):
 
     # On all ranks
 
-    def _run(self, command: str, arguments: Mapping[str, Any]) -> Any:
-        with self.ranks.waiting(f"the other ranks to {command}"):
-            return getattr(self, f"_{command}")(**arguments)
+    def _run(self, command: Callable[..., T], arguments: Mapping[str, Any]) -> T:
+        with self.ranks.waiting(f"the other ranks to {command.__name__.strip('_')}"):
+            return command(self, **arguments)
 
     def _enter(self, phase: str) -> None:
         self._fetch()
@@ -348,13 +398,13 @@ class Processes(ModelWeights):
     def _compared(self, recorded: Mapping[str, str | None]) -> dict[str, str]:
         return self.member.compared(recorded)
 
-    def _save(self, folder: Path) -> object:
+    def _save(self, folder: Path) -> dict[str, object]:
         write_parts(folder / POLICY, self._named, self.ranks.group)
         if not hasattr(self, "member"):  # no phase has begun
             return {}
         rest, tensors = taken_apart(self.member.own_state())
         write_parts(folder / TRAINER, tensors, self.ranks.group)
-        return rest
+        return cast("dict[str, object]", rest)
 
     def _damage(self, checkpoint: Checkpoint) -> list[str]:
         found = self.ranks.gather(checkpoint.damage(self.ranks.share, self.ranks.shares))
@@ -381,27 +431,14 @@ class Processes(ModelWeights):
     def _call(self, function: Callable[..., T], arguments: Mapping[str, Any]) -> T:
         return self.ranks.run(self.model, partial(function, self.model, **arguments))
 
-    def _prepare(
-        self, several: bool, version: str | None, shares: Sequence[_Share] | None = None
-    ) -> list[dict[str, Tensor | None]]:
-        """Compute the advantages of this rank's share. Return the columns that each share computed for its tokens."""
-        rows, episodes, batches, demonstrations = self.ranks.scatter(shares)
+    def _updates(
+        self, epochs: int, seed: int | None, version: str | None, shares: Sequence[Share] | None = None
+    ) -> tuple[list[UpdateStats], list[tuple[list[StepResult], Tensor]]]:
+        """Make an update on this rank's share. Return its statistics, and on rank 0 the results of all shares."""
+        self.share = self.ranks.scatter(shares)
         self.member.version = version
-        self.held = self.member.prepare(rows, episodes, several=several, batches=batches, demonstrations=demonstrations)
-        columns = ("advantage", "entered", "selected", "target")
-        return self.ranks.gather({name: getattr(self.held.batch, name) for name in columns})
-
-    def _step(
-        self, shares: Sequence[tuple[Tensor | None, Sequence[Row]]] | None = None
-    ) -> tuple[UpdateStats, list[_Result]]:
-        """Take one optimiser step. Return this rank's statistics, and the results of all shares in order."""
-        episodes, demonstrations = self.ranks.scatter(shares)
-        held = replace(self.held, demonstrations=self.member.demonstrations_of(demonstrations))
-        stats = self.member.step(held, episodes=episodes)
-        return stats, self.ranks.gather((stats.weight, stats.sums, stats.loss, stats.parts, stats.skipped))
-
-    def _end_update(self) -> None:
-        self.member.end_update()
+        steps = list(self.member.train_on(self.share, epochs=epochs, seed=seed))
+        return steps, self.ranks.gather((list(map(StepResult.of, steps)), steps[0].advantage))
 
     def _state(self) -> TrainerState:
         return self.member.state_dict()
@@ -426,151 +463,13 @@ class GatheredWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.like:
             raise KeyError(name)
-        return cast(Tensor, self._processes.on_all("gather", name=name, averaged=self._averaged))
+        return self._processes.on_all(Processes._gather, name=name, averaged=self._averaged)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.like)
 
     def __len__(self) -> int:
         return len(self.like)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _WholeBatch(Prepared):
-    """A batch on rank 0. Each rank holds its share of it."""
-
-    owned: Sequence[Sequence[int]]
-    """Indices of each share's episodes."""
-    places: Sequence[Tensor]
-    """Positions of each share's tokens in the stream."""
-    number: int
-    """How many batches the trainer had prepared with this one. The ranks hold only the latest batch."""
-
-
-class DistributedTrainer(PolicyTrainer):
-    """The trainer on rank 0. It takes whole batches and returns statistics over all ranks, like a trainer in one
-    process.
-
-    Model, recipe, schedule and number of steps are the same on all ranks, so they are read from rank 0's own trainer.
-    """
-
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
-        self._member = own = processes.member
-        self._number = 0
-        self.model, self.recipe, self.ranks, self.vision = own.model, own.recipe, own.ranks, own.vision
-        self.options, self.steps, self.others, self.critic = own.options, own.steps, own.others, own.critic
-
-    def prepare(
-        self,
-        rows: Sequence[Row],
-        episodes: Sequence[Episode],
-        *,
-        several: bool = False,
-        batches: Sequence[int] = (),
-        demonstrations: Sequence[Row] = (),
-    ) -> Prepared:
-        """Prepare a batch (see `Trainer.prepare`). The ranks keep their shares until the next call."""
-        stream = Stream.of(rows, episodes)
-        owned = share(rows, episodes, self.ranks.shares)
-        names = [{episodes[k].tape for k in own} for own in owned]
-        places = [_places(rows, tapes) for tapes in names]
-        shares = [
-            (
-                with_files([row for row in rows if row.taught_by in tapes]),
-                [episodes[k] for k in own],
-                _sizes(batches, own),
-                shown,
-            )
-            for own, tapes, shown in zip(owned, names, self._imitated(demonstrations), strict=True)
-        ]
-        done = self._processes.on_all("prepare", shares, several=several, version=self.version)
-        found = cast("list[dict[str, Any]]", done)
-        columns: dict[str, Any] = {
-            name: None if first is None else _joined(len(stream), first.dtype, places, [one[name] for one in found])
-            for name, first in found[0].items()
-        }
-        self._number += 1
-        return _WholeBatch(
-            rows=rows,
-            batch=objective.Batch(recipe=self.recipe, stream=stream, **columns),
-            sums=Sums(),
-            demonstrations=self.demonstrations_of(demonstrations),
-            owned=owned,
-            places=places,
-            number=self._number,
-        )
-
-    def _imitated(self, rows: Sequence[Row]) -> list[Sequence[Row]]:
-        """Return the demonstrations that each share trains on. They are whole tapes."""
-        tapes, shares = list(dict.fromkeys(row.tape for row in rows)), self.ranks.shares
-        names = [set(tapes[k::shares]) for k in range(shares)]
-        return [with_files([row for row in rows if row.tape in own]) for own in names]
-
-    def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
-        """Return all demonstrations, with the weight of each token's loss. The ranks compute the same weights, because
-        they divide by the number of tokens on all ranks."""
-        return (rows, imitation_part(rows)) if rows else None
-
-    def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
-        """Take one optimiser step on all ranks (see `Trainer.step`)."""
-        if not isinstance(prepared, _WholeBatch) or prepared.number != self._number:
-            raise BadBatch(
-                "the ranks hold only the batch that was prepared last, and this is another one: prepare it again"
-            )
-        imitated = self._imitated(prepared.demonstrations[0] if prepared.demonstrations is not None else ())
-        masks = [None if episodes is None else episodes[list(own)] for own in prepared.owned]
-        done = self._processes.on_all("step", list(zip(masks, imitated, strict=True)))
-        stats, found = cast("tuple[UpdateStats, list[_Result]]", done)
-        self.steps = self._member.steps
-        sums = Sums()
-        parts: dict[str, float] = {}
-        for _, theirs, _, terms, _ in found:
-            sums.merge(theirs)
-            parts.update((name, parts.get(name, 0.0) + term) for name, term in terms.items())
-        weights = [result[0] for result in found]
-        weight = _joined(len(prepared.batch.stream), torch.float64, prepared.places, weights)
-        # Only the rank that met the bad number knows the reason. The others report "another rank".
-        reasons = [reason for *_, reason in found if reason not in (None, "another rank")]
-        return replace(
-            stats,
-            skipped=None if stats.skipped is None else (reasons or [stats.skipped])[0],
-            loss=sum(result[2] for result in found),
-            parts=parts,
-            sums=sums,
-            stream=prepared.batch.stream,
-            weight=weight,
-            advantage=prepared.batch.advantage,
-            shown=prepared.imitated,
-        )
-
-    def end_update(self) -> None:
-        self._processes.on_all("end_update")
-
-    def unlike(self, checkpoint: Checkpoint) -> list[tuple[str, str, str]]:
-        if not (self.ranks.sharded and checkpoint.shared):
-            return super().unlike(checkpoint)
-        rest = checkpoint.rest()  # read by rank 0 alone, so that no other rank ends if it can't be read
-        return cast("list[tuple[str, str, str]]", self._processes.on_all("unlike", checkpoint=checkpoint, rest=rest))
-
-    def compared(self, recorded: Mapping[str, str | None]) -> dict[str, str]:
-        if not any(recorded.values()):
-            return super().compared(recorded)
-        # A digest of an earlier version is compared by all ranks together.
-        return cast("dict[str, str]", self._processes.on_all("compared", recorded=recorded))
-
-    def state_dict(self) -> TrainerState:
-        return cast(TrainerState, self._processes.on_all("state"))
-
-    def load_state_dict(self, state: TrainerState) -> None:
-        self._processes.on_all("load", state=state)
-        self.steps = self._member.steps
-
-    def resume(self, checkpoint: Checkpoint) -> None:
-        if not self.ranks.sharded:
-            return super().resume(checkpoint)
-        self._processes.on_all("resume", checkpoint=checkpoint)
-        self.steps = self._member.steps
 
 
 def _store() -> Any:
@@ -581,72 +480,3 @@ def _store() -> Any:
 def _converts(model: nn.Module) -> bool:
     """Whether the files of a transformers model have other tensors than the model in memory."""
     return bool(getattr(model, "_weight_conversions", None))
-
-
-def with_files(rows: Sequence[Row]) -> Sequence[Row]:
-    """Return the rows with the bytes of their pictures, because only rank 0 reads the run directory. Each picture is
-    included once."""
-    ways = {name: row.file for row in rows for place in row.places for name in place.media}
-    files = {name: file(name) for name, file in ways.items() if file is not None}
-    return [replace(row, file=files.__getitem__) if row.file is not None else row for row in rows]
-
-
-def share(rows: Sequence[Row], episodes: Sequence[Episode], parts: int) -> list[list[int]]:
-    """Split the episodes into `parts` parts, and return the indices of each part's episodes in order.
-
-    The episodes of a group and the forks of one turn stay together, as a family. Families are assigned from the largest
-    to the smallest, each to the part with the fewest tokens so far. Ties are broken by number, so that an update
-    that is applied again has the same split.
-    """
-    family = _families(episodes)
-    index = {episode.tape: k for k, episode in enumerate(episodes)}
-    tokens: dict[int, int] = dict.fromkeys(family, 0)
-    for row in rows:
-        tokens[family[index[row.taught_by]]] += len(row.input_ids)
-    load, owner = [0] * parts, dict[int, int]()
-    for number in sorted(tokens, key=lambda number: (-tokens[number], number)):
-        owner[number] = load.index(min(load))
-        load[owner[number]] += tokens[number]
-    return [[k for k, number in enumerate(family) if owner[number] == part] for part in range(parts)]
-
-
-def _families(episodes: Sequence[Episode]) -> list[int]:
-    """Return a family number for each episode. Episodes with the same group or the same fork have the same family, and
-    so do episodes that are connected through others."""
-    above = list(range(len(episodes)))  # union-find: each episode points towards the head of its family
-
-    def head(k: int) -> int:
-        while above[k] != k:
-            above[k] = k = above[above[k]]  # path halving
-        return k
-
-    first: dict[tuple[str, str | None], int] = {}
-    for k, episode in enumerate(episodes):
-        for name in (("group", episode.group), ("fork", episode.fork)):
-            if name[1] is not None:
-                above[head(k)] = head(first.setdefault(name, k))
-    return [head(k) for k in range(len(episodes))]
-
-
-def _sizes(batches: Sequence[int], own: Sequence[int]) -> list[int]:
-    """Return how many of the episodes with indices `own` are in each rollout batch. `batches` are the sizes of all
-    rollout batches, in order."""
-    sizes, first = [], 0
-    for size in batches:
-        sizes.append(sum(first <= k < first + size for k in own))
-        first += size
-    return sizes
-
-
-def _places(rows: Sequence[Row], tapes: set[str]) -> Tensor:
-    """Return the positions (t,) int64 of all own tokens of `tapes` in the stream that is made from `rows`."""
-    mine = [torch.full((len(row.own),), row.taught_by in tapes, dtype=torch.bool) for row in rows]
-    return torch.cat(mine).nonzero()[:, 0] if mine else torch.zeros(0, dtype=torch.int64)
-
-
-def _joined(n: int, dtype: torch.dtype, places: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
-    """Join the parts of all shares into one column (n,), each part at its places. Parts don't overlap."""
-    out = torch.zeros(n, dtype=dtype)
-    for at, part in zip(places, parts, strict=True):
-        out[at] = part
-    return out

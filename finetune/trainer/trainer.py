@@ -15,7 +15,8 @@ changes neither the model nor the optimiser.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -50,12 +51,12 @@ from .options import OptimiserConfig
 from .ranks import Ranks
 from .reference import OtherModel, trainable
 from .router import Load, load, probabilities, routed
-from .updates import Accumulated, PolicyTrainer, Prepared, Skip, TrainerState, UpdateStats, imitation_part, observe
+from .updates import Accumulated, Division, Prepared, Share, Skip, TrainerState, UpdateStats, imitation_part, observe
 
 __all__ = ["Prepared", "Skip", "Trainer", "UpdateStats"]
 
 
-class Trainer(PolicyTrainer):
+class Trainer:
     """Trains `model` with `recipe`. A trainer isn't safe to share between threads."""
 
     def __init__(
@@ -82,7 +83,7 @@ class Trainer(PolicyTrainer):
         self.recipe = recipe
         self.options = options = options or OptimiserConfig()
         others = {"reference": reference, "teacher": teacher}
-        self.others = {
+        self.others: Mapping[str, OtherModel] = {
             name: OtherModel(one) if isinstance(one, nn.Module) else one
             for name, one in others.items()
             if one is not None
@@ -93,9 +94,12 @@ class Trainer(PolicyTrainer):
             if next(one.parameters(), None) is not None:  # a teacher behind an engine has no parameters
                 self.ranks.shard(one)
         self.pack = packs(model) if options.pack is None else options.pack
+        self.version: str | None = None
+        """Name of the current version of the weights, as in `Row.versions`. None if it is unknown."""
         self.moments = Moments()
         self.betas = list(objective.betas(recipe))
         self.steps = 0
+        """Number of applied optimiser steps."""
         self.skips: dict[str, int] = {}
         """Number of skipped updates, by reason."""
         self.parameters = trainable(model)
@@ -108,23 +112,6 @@ class Trainer(PolicyTrainer):
         self.averaged = {name: p.detach().clone() for name, p in kept.items()}
         be_still(model, checkpointing=options.gradient_checkpointing)
 
-    def with_recipe(self, recipe: Recipe, reference: OtherModel | None = None) -> Trainer:
-        """Return a new trainer for the same model, critic and options, with another recipe and a new optimiser.
-
-        `reference` is used if the recipe needs a reference and this trainer has none.
-        """
-        return Trainer(
-            self.model,
-            recipe,
-            self.options,
-            reference=self.others.get("reference", reference) if recipe.needs_reference else None,
-            teacher=self.others.get("teacher") if recipe.needs_teacher else None,
-            critic=self.critic,
-            ranks=self.ranks,
-            vision=self.vision,
-            offload=self.offload,
-        )
-
     def update(
         self, rows: Sequence[Row], episodes: Sequence[Episode], demonstrations: Sequence[Row] = ()
     ) -> UpdateStats:
@@ -133,9 +120,48 @@ class Trainer(PolicyTrainer):
         `demonstrations` are rows to imitate in addition. They are required if the recipe has an `nll` regulariser, and
         otherwise not allowed.
         """
-        stats = self.step(self.prepare(rows, episodes, demonstrations=demonstrations))
-        self.end_update()
+        [stats] = self.updates(rows, episodes, demonstrations=demonstrations)
         return stats
+
+    def updates(
+        self,
+        rows: Sequence[Row],
+        episodes: Sequence[Episode],
+        *,
+        epochs: int = 1,
+        minibatches: int = 1,
+        seed: int | None = None,
+        batches: Sequence[int] = (),
+        demonstrations: Sequence[Row] = (),
+    ) -> Iterator[UpdateStats]:
+        """Take several optimiser steps on one rollout batch and yield each step's statistics. Advantages are computed
+        once, over the whole batch.
+
+        Each epoch splits the episodes into `minibatches` parts of similar size. Before the split, episodes are shuffled
+        with a seed made from `seed` and the number of updates so far. If `seed` is None, they keep their order.
+        Demonstrations are split into the same number of parts, and no tape is split. For `batches`, see `prepare`.
+        """
+        [whole] = Division.of(
+            rows, episodes, 1, minibatches=minibatches, batches=batches, demonstrations=demonstrations
+        ).shares
+        yield from self.train_on(whole, epochs=epochs, seed=seed)
+
+    def train_on(self, share: Share, *, epochs: int = 1, seed: int | None = None) -> Iterator[UpdateStats]:
+        """Make an update on this process's share of a batch, and yield each step's statistics. All processes call this
+        together."""
+        first, *later = share.demonstrations
+        prepared = self.prepare(
+            share.rows,
+            share.episodes,
+            several=epochs * len(share.demonstrations) > 1,
+            batches=share.batches,
+            demonstrations=first,
+        )
+        imitated = [prepared.demonstrations, *map(self.demonstrations_of, later)]
+        for _ in range(epochs):
+            for part, own in zip(share.cuts(seed, self.steps), imitated, strict=True):
+                yield self.step(replace(prepared, demonstrations=own), episodes=part)
+        self.end_update()
 
     def prepare(
         self,
@@ -146,6 +172,12 @@ class Trainer(PolicyTrainer):
         batches: Sequence[int] = (),
         demonstrations: Sequence[Row] = (),
     ) -> Prepared:
+        """Compute the advantages and everything else that is computed once per rollout batch.
+
+        Pass `several=True` if more than one step will follow. A recomputed anchor is then computed now, before the
+        weights change. If there are several rollout batches, `batches` gives the number of episodes in each, in order.
+        A term with `by = batch` compares episodes only within one rollout batch.
+        """
         recipe = self.recipe
         self.scheduler.begin()
         stream = Stream.of(rows, episodes)
@@ -169,6 +201,7 @@ class Trainer(PolicyTrainer):
         )
 
     def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
+        """Return the demonstrations `rows` with the weight of each token's loss, or None if there are none."""
         # Their loss is a mean over their own tokens, so they don't change the token weights of the rollout batch.
         wanted = self.recipe.imitates
         if wanted != self.ranks.any(bool(rows)):
@@ -197,6 +230,7 @@ class Trainer(PolicyTrainer):
             )
 
     def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
+        """Take one optimiser step on a prepared batch. `episodes`, a bool mask (E,), limits it to these episodes."""
         batch = prepared.batch
         part, done, norm = self._gradient(prepared, episodes, self.options.grad_clip)
         waits = self.critic is not None and self.critic.learns_alone
@@ -498,11 +532,21 @@ class Trainer(PolicyTrainer):
                 if n:
                     self.betas[i] = term.adaptive.next(self.betas[i], kl / n, int(episodes))
 
+    def compared(self, recorded: Mapping[str, str | None]) -> dict[str, str]:
+        """Return name and digest of the reference and the teacher. `recorded` has those in the record of an update that
+        is applied again (see `OtherModel.described`)."""
+        return {name: other.described(recorded.get(name)) for name, other in self.others.items()}
+
     def end_update(self) -> None:
+        """Finish an update, after all of its steps: a reference that follows the policy is changed now."""
         for other in self.others.values():
             other.end_update()
 
     def state_dict(self) -> TrainerState:
+        """Return all state that the next update depends on, except the weights.
+
+        The state consists of tensors, numbers and strings. Its tensors are whole, even if the weights are sharded.
+        """
         return self.ranks.whole(self.own_state())
 
     def own_state(self) -> TrainerState:
@@ -529,6 +573,8 @@ class Trainer(PolicyTrainer):
                 optimizer.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=home), **both}
 
     def load_state_dict(self, state: TrainerState) -> None:
+        """Continue from a `state_dict()`. If the model has the weights of the same time, further updates are equal bit
+        for bit."""
         self.ranks.load(self.optimizer, state["optimizer"])
         self.steps = int(state["steps"])
         self.scheduler.updates = int(state.get("updates", self.steps))

@@ -1,27 +1,30 @@
-"""The interface of a policy's trainer: a prepared batch goes into an update, and each step returns statistics."""
+"""The values around an update. Each process gets its share of a batch, and each step returns statistics.
+
+    the batch, on rank 0     a share for each process     every process       statistics, on rank 0
+
+                          .-> groups 0, 3 ----> rank 0 --.
+    groups 0 1 2 3 4 -----+                              +-- train_on() ----> joined
+                          '-> groups 1, 2, 4 -> rank 1 --'
+
+A share consists of whole groups, because advantages compare the attempts of a group. Forks of one turn stay together
+for the same reason. Shares have similar numbers of tokens, and may be empty.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NotRequired, TypedDict, cast
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...agents.vision.vision import Vision
 from ..data.rows import Row
 from ..data.stream import BadBatch, Episode, Stream
 from ..objective import Context, Sums
 from ..objective.loss import Batch, Part, prepare
-from ..objective.recipe import Recipe
 from ..recipes import get_recipe
-from .checkpoint import Checkpoint, unlike_state
-from .critic import CriticState, CriticTrainer
-from .options import OptimiserConfig
-from .ranks import Ranks
-from .reference import OtherModel
+from .critic import CriticState
 
 
 class TrainerState(TypedDict):
@@ -53,8 +56,8 @@ class UpdateStats:
     """Why the step was not applied, or None if it was applied. The reason is the value that wasn't finite, that there
     was nothing to train on, or that only the critic learns yet. The weights are then unchanged."""
     loss: float
-    """The loss, which is the sum of `parts`, or NaN if it isn't finite. It covers only the tokens of this process,
-    except with `DistributedTrainer`."""
+    """The loss, which is the sum of `parts`, or NaN if it isn't finite. It covers the tokens of this process, or those
+    of all processes with `Processes.updates`."""
     parts: dict[str, float]
     """The loss by term: `policy` (the surrogate) and each regulariser. Empty if no token was trained on or the loss
     wasn't finite."""
@@ -168,108 +171,6 @@ class Prepared:
         return rows, part.batch.stream, self.batch.recipe.imitation * part.weight
 
 
-class PolicyTrainer(ABC):
-    """Base class of the trainers for a policy, in one process (`Trainer`) or in several (`DistributedTrainer`)."""
-
-    model: nn.Module
-    recipe: Recipe
-    ranks: Ranks
-    others: Mapping[str, OtherModel]
-    """`reference` and `teacher`, if the trainer has them."""
-    critic: CriticTrainer | None
-    vision: Vision | None
-    options: OptimiserConfig
-    steps: int
-    """Number of applied updates."""
-    version: str | None = None
-    """Name of the current version of the weights. Rows name the version that sampled a token in the same way. None if
-    the name is unknown."""
-
-    @abstractmethod
-    def prepare(
-        self,
-        rows: Sequence[Row],
-        episodes: Sequence[Episode],
-        *,
-        several: bool = False,
-        batches: Sequence[int] = (),
-        demonstrations: Sequence[Row] = (),
-    ) -> Prepared:
-        """Compute the advantages and everything else that is computed once per rollout batch.
-
-        Pass `several=True` if more than one step will follow. A recomputed anchor is then computed now, before the
-        weights change. If there are several rollout batches, `batches` gives the number of episodes in each, in order.
-        A term with `by = batch` compares episodes only within one rollout batch.
-        """
-
-    @abstractmethod
-    def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], Part] | None:
-        """Return the demonstrations `rows` with the weight of each token's loss, or None if there are none."""
-
-    @abstractmethod
-    def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
-        """Take one optimiser step on a prepared batch. `episodes`, a bool mask (E,), limits it to these episodes."""
-
-    def compared(self, recorded: Mapping[str, str | None]) -> dict[str, str]:
-        """Return name and digest of the reference and the teacher. `recorded` has those in the record of an update that
-        is applied again (see `OtherModel.described`)."""
-        return {name: other.described(recorded.get(name)) for name, other in self.others.items()}
-
-    @abstractmethod
-    def end_update(self) -> None:
-        """Finish an update, after all of its steps: a reference that follows the policy is changed now."""
-
-    @abstractmethod
-    def state_dict(self) -> TrainerState:
-        """Return all state that the next update depends on, except the weights.
-
-        The state consists of tensors, numbers and strings. Its tensors are whole, even if the weights are sharded.
-        """
-
-    def unlike(self, checkpoint: Checkpoint) -> list[tuple[str, str, str]]:
-        """Return (place, saved, current) for each value in the checkpoint's state that isn't the current one bit for
-        bit. Random numbers aren't compared. Raises BadCheckpoint if the state can't be read."""
-        return unlike_state(checkpoint.trainer_state(), self.state_dict())
-
-    def resume(self, checkpoint: Checkpoint) -> None:
-        """Continue from the state in a checkpoint."""
-        self.load_state_dict(cast(TrainerState, checkpoint.trainer_state()))
-
-    @abstractmethod
-    def load_state_dict(self, state: TrainerState) -> None:
-        """Continue from a `state_dict()`. If the model has the weights of the same time, further updates are equal bit
-        for bit."""
-
-    def updates(
-        self,
-        rows: Sequence[Row],
-        episodes: Sequence[Episode],
-        *,
-        epochs: int = 1,
-        minibatches: int = 1,
-        seed: int | None = None,
-        batches: Sequence[int] = (),
-        demonstrations: Sequence[Row] = (),
-    ) -> Iterator[UpdateStats]:
-        """Take several optimiser steps on one rollout batch and yield each step's statistics. Advantages are computed
-        once, over the whole batch.
-
-        Each epoch splits the episodes into `minibatches` parts of similar size. Before the split, episodes are shuffled
-        with a seed made from `seed` and the number of updates so far. If `seed` is None, they keep their order.
-        Demonstrations are split into the same number of parts, and no tape is split. For `batches`, see `prepare`.
-        """
-        imitated = cut_rows(demonstrations, minibatches)
-        prepared = self.prepare(
-            rows, episodes, several=epochs * minibatches > 1, batches=batches, demonstrations=imitated[0]
-        )
-        beside = [prepared.demonstrations, *map(self.demonstrations_of, imitated[1:])]
-        for _ in range(epochs):
-            cuts = cut_episodes(len(episodes), minibatches, seed, self.steps)
-            for part, own in zip(cuts, beside, strict=True):
-                yield self.step(replace(prepared, demonstrations=own), episodes=part)
-        self.end_update()
-
-
 def cut_episodes(episodes: int, minibatches: int, seed: int | None, steps: int) -> list[Tensor | None]:
     """Split the episodes of one epoch into mini-batches, and return a mask (E,) bool for each. None means all episodes.
 
@@ -340,3 +241,211 @@ def observe(lp: Tensor, old: Tensor, sums: Sums, fresh: Tensor | None = None) ->
     ratio = delta.clamp(max=20).exp()
     sums.add("ratio", ratio, extremes=True)
     sums.add("ratio/square", ratio.square())
+
+
+# How processes share a batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The part of a batch that one process trains on."""
+
+    rows: Sequence[Row]
+    episodes: Sequence[Episode]
+    batches: Sequence[int]
+    """Number of the share's episodes in each rollout batch, or () if there is only one rollout batch."""
+    demonstrations: Sequence[Sequence[Row]]
+    """Rows to imitate in addition, for each mini-batch."""
+    places: Sequence[int]
+    """Positions of the share's episodes in the batch."""
+    of: int
+    """Number of episodes in the batch."""
+
+    def cuts(self, seed: int | None, steps: int) -> list[Tensor | None]:
+        """The share's episodes in each mini-batch of one epoch, as masks (see `cut_episodes`).
+
+        Every process cuts the whole batch, so that all of them have the same mini-batches.
+        """
+        cuts = cut_episodes(self.of, len(self.demonstrations), seed, steps)
+        return [None if mask is None else mask[list(self.places)] for mask in cuts]
+
+
+class StepResult(NamedTuple):
+    """One share's result of an optimiser step."""
+
+    weight: Tensor
+    """Weight of each own token's loss."""
+    sums: Sums
+    loss: float
+    parts: dict[str, float]
+    skipped: Skip | None
+
+    @classmethod
+    def of(cls, stats: UpdateStats) -> StepResult:
+        return cls(stats.weight, stats.sums, stats.loss, stats.parts, stats.skipped)
+
+
+@dataclass(frozen=True)
+class Division:
+    """A batch that is divided into one share for each process, or for processes that compute the same rows."""
+
+    rows: Sequence[Row]
+    episodes: Sequence[Episode]
+    demonstrations: Sequence[Sequence[Row]]
+    """Rows to imitate in addition, for each mini-batch."""
+    shares: Sequence[Share]
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[Row],
+        episodes: Sequence[Episode],
+        parts: int,
+        *,
+        minibatches: int = 1,
+        batches: Sequence[int] = (),
+        demonstrations: Sequence[Row] = (),
+    ) -> Division:
+        """Divide the batch into `parts` shares. Raises BadBatch if there are fewer episodes, or fewer demonstrations,
+        than mini-batches."""
+        shown, episodes = cut_rows(demonstrations, minibatches), list(episodes)
+        cut_episodes(len(episodes), minibatches, None, 0)  # an error now, before other processes wait for this one
+        if parts == 1:
+            places = range(len(episodes))
+            alone = Share(
+                rows=rows, episodes=episodes, batches=batches, demonstrations=shown, places=places, of=len(episodes)
+            )
+            return cls(rows, episodes, shown, [alone])
+        dealt = [_dealt(part, parts) for part in shown]
+        shares = []
+        for k, own in enumerate(share(rows, episodes, parts)):
+            tapes = {episodes[place].tape for place in own}
+            shares.append(
+                Share(
+                    rows=with_files([row for row in rows if row.taught_by in tapes]),
+                    episodes=[episodes[place] for place in own],
+                    batches=_sizes(batches, own),
+                    demonstrations=[part[k] for part in dealt],
+                    places=own,
+                    of=len(episodes),
+                )
+            )
+        return cls(rows, episodes, shown, shares)
+
+    def joined(
+        self,
+        steps: Sequence[UpdateStats],
+        results: Sequence[Sequence[StepResult]],
+        advantages: Sequence[Tensor],
+        imitation: float,
+    ) -> list[UpdateStats]:
+        """The statistics of all shares. `steps` are those of rank 0's own share, and `results` those of each share.
+        `imitation` is the coefficient of the demonstrations' loss."""
+        stream = Stream.of(self.rows, self.episodes)
+        tapes = [{episode.tape for episode in one.episodes} for one in self.shares]
+        places = [_places(self.rows, own) for own in tapes]
+        advantage = _joined(len(stream), advantages[0].dtype, places, advantages)
+        imitated: list[tuple[Sequence[Row], Stream, Tensor] | None] = [None] * len(self.demonstrations)
+        for k, rows in enumerate(self.demonstrations):
+            if rows:  # all processes divide by the number of tokens on all of them, so these are the same weights
+                part = imitation_part(rows)
+                imitated[k] = (rows, part.batch.stream, imitation * part.weight)
+        found = []
+        for k, stats in enumerate(steps):
+            theirs = [of_share[k] for of_share in results]
+            sums, parts = Sums(), dict[str, float]()
+            for one in theirs:
+                sums.merge(one.sums)
+                parts.update((name, parts.get(name, 0.0) + term) for name, term in one.parts.items())
+            # Only the rank that met the bad number knows the reason. The others report "another rank".
+            reasons = [one.skipped for one in theirs if one.skipped not in (None, "another rank")]
+            found.append(
+                replace(
+                    stats,
+                    skipped=None if stats.skipped is None else (reasons or [stats.skipped])[0],
+                    loss=sum(one.loss for one in theirs),
+                    parts=parts,
+                    sums=sums,
+                    stream=stream,
+                    weight=_joined(len(stream), torch.float64, places, [one.weight for one in theirs]),
+                    advantage=advantage,
+                    shown=imitated[k % len(imitated)],
+                )
+            )
+        return found
+
+
+def _dealt(rows: Sequence[Row], parts: int) -> list[Sequence[Row]]:
+    """The demonstrations that each share trains on. They are whole tapes."""
+    tapes = list(dict.fromkeys(row.tape for row in rows))
+    names = [set(tapes[k::parts]) for k in range(parts)]
+    return [with_files([row for row in rows if row.tape in own]) for own in names]
+
+
+def with_files(rows: Sequence[Row]) -> Sequence[Row]:
+    """Return the rows with the bytes of their pictures, because only rank 0 reads the run directory. Each picture is
+    included once."""
+    ways = {name: row.file for row in rows for place in row.places for name in place.media}
+    files = {name: file(name) for name, file in ways.items() if file is not None}
+    return [replace(row, file=files.__getitem__) if row.file is not None else row for row in rows]
+
+
+def share(rows: Sequence[Row], episodes: Sequence[Episode], parts: int) -> list[list[int]]:
+    """Split the episodes into `parts` parts, and return the indices of each part's episodes in order.
+
+    The episodes of a group and the forks of one turn stay together, as a family. Families are assigned from the largest
+    to the smallest, each to the part with the fewest tokens so far. Ties are broken by number, so that an update
+    that is applied again has the same split.
+    """
+    family = _families(episodes)
+    index = {episode.tape: k for k, episode in enumerate(episodes)}
+    tokens: dict[int, int] = dict.fromkeys(family, 0)
+    for row in rows:
+        tokens[family[index[row.taught_by]]] += len(row.input_ids)
+    load, owner = [0] * parts, dict[int, int]()
+    for number in sorted(tokens, key=lambda number: (-tokens[number], number)):
+        owner[number] = load.index(min(load))
+        load[owner[number]] += tokens[number]
+    return [[k for k, number in enumerate(family) if owner[number] == part] for part in range(parts)]
+
+
+def _families(episodes: Sequence[Episode]) -> list[int]:
+    """Return a family number for each episode. Episodes with the same group or the same fork have the same family, and
+    so do episodes that are connected through others."""
+    above = list(range(len(episodes)))  # union-find: each episode points towards the head of its family
+
+    def head(k: int) -> int:
+        while above[k] != k:
+            above[k] = k = above[above[k]]  # path halving
+        return k
+
+    first: dict[tuple[str, str | None], int] = {}
+    for k, episode in enumerate(episodes):
+        for name in (("group", episode.group), ("fork", episode.fork)):
+            if name[1] is not None:
+                above[head(k)] = head(first.setdefault(name, k))
+    return [head(k) for k in range(len(episodes))]
+
+
+def _sizes(batches: Sequence[int], own: Sequence[int]) -> list[int]:
+    """Return how many of the episodes with indices `own` are in each rollout batch. `batches` are the sizes of all
+    rollout batches, in order."""
+    sizes, first = [], 0
+    for size in batches:
+        sizes.append(sum(first <= k < first + size for k in own))
+        first += size
+    return sizes
+
+
+def _places(rows: Sequence[Row], tapes: set[str]) -> Tensor:
+    """Return the positions (t,) int64 of all own tokens of `tapes` in the stream that is made from `rows`."""
+    mine = [torch.full((len(row.own),), row.taught_by in tapes, dtype=torch.bool) for row in rows]
+    return torch.cat(mine).nonzero()[:, 0] if mine else torch.zeros(0, dtype=torch.int64)
+
+
+def _joined(n: int, dtype: torch.dtype, places: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
+    """Join the parts of all shares into one column (n,), each part at its places. Parts don't overlap."""
+    out = torch.zeros(n, dtype=dtype)
+    for at, part in zip(places, parts, strict=True):
+        out[at] = part
+    return out

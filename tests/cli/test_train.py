@@ -19,8 +19,8 @@ from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_mod
 from tapereel.cli import main
 from tapereel.envs import Outcome
 from tapereel.envs.load_named import load_named
+from tapereel.finetune.loop.policy import Policy
 from tapereel.finetune.recipes import get_recipe, read_recipes
-from tapereel.finetune.run.policy import Policy
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.trainer.checkpoint import checkpoints
 from tapereel.tapes.common.config import load_config

@@ -34,16 +34,18 @@ from tapereel.agents.vision.vision import PictureTokens
 from tapereel.finetune.data.rows import Row
 from tapereel.finetune.loop.delivery import Delivery, NotDelivered
 from tapereel.finetune.loop.loop_config import LoopConfig
+from tapereel.finetune.loop.policy import Policy
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.run.phases import Phases
-from tapereel.finetune.run.players import NO_WARM_START
-from tapereel.finetune.run.policy import Policy
+from tapereel.finetune.run.trainer_factory import TrainerFactory
+from tapereel.finetune.trainer.distributed import Processes
 from tapereel.finetune.trainer.logprobs import score
+from tapereel.finetune.trainer.ranks import Ranks
 from tapereel.tapes import Picture, Sampling, Video
 from tapereel.tapes.messages import part_of
 from tapereel.tapes.places import Place
 
 from ..agents.served import CLOSE, servers
+from ..finetune.loop.lab import no_trainer
 from .lab import vllm_is_there
 from .vllm_cpu import ENVIRONMENT, PYTHON
 
@@ -208,9 +210,16 @@ def test_a_teacher_on_vllm_sees_as_one_in_this_process(sight: Sight, tmp_path: P
     completion = sight.run(lambda engine: engine.complete(request))
     text = asked(sight.renderer.prompt([user("no picture")]))
     rows = [row_of(asking, completion) for asking in (request, swapped, text)]
-    policy = Policy(sight.found.model, sight.found.tokenizer, sight.renderer)
     loop = LoopConfig.model_validate({"teacher": {"urls": [sight.url], "model": str(sight.folder)}})
-    teacher: Any = Phases(policy, loop, get_recipe("distill"), NO_WARM_START).trainer("rl").others["teacher"]
+    model = sight.found.model
+    factory = TrainerFactory(
+        model=model,
+        renderer=sight.renderer,
+        tokenizer=sight.found.tokenizer,
+        loop=loop,
+        recipe=get_recipe("distill"),
+    )
+    teacher: Any = factory.make("rl", model, Ranks()).others["teacher"]
     given, _ = teacher.said(rows, tmp_path, ask=True)
     for row in given:
         plain = score(sight.found.model, [row], vision=sight.found.vision).logprob
@@ -274,8 +283,7 @@ def test_new_weights_of_tower_and_text_arrive_and_other_pixels_are_found(sight: 
             # vLLM must have dropped the features of the picture that it computed with other weights.
             after = await engine.complete(request)
             assert sight.gap(request, after, trained) < CLOSE
-            delivery = Delivery(trained)
-            delivery.vision = sight.found.vision
+            delivery = Delivery(Policy(weights=Processes(Ranks(), trained, no_trainer), renderer=sight.renderer))
             delivery.choose(["t"], lambda _: [row_of(request)])
             await delivery.check(engine, version, None)
             found: dict[str, Any] = delivery.found

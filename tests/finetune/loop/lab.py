@@ -24,8 +24,11 @@ from tapereel.envs import Environment, Outcome
 from tapereel.finetune.loop.history import History
 from tapereel.finetune.loop.loop import Loop, UpdateReport
 from tapereel.finetune.loop.loop_config import LoopConfig
+from tapereel.finetune.loop.policy import Policy
 from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.trainer.distributed import MakeTrainer, Processes
 from tapereel.finetune.trainer.options import OptimiserConfig
+from tapereel.finetune.trainer.ranks import Ranks
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes import Answer, Sampling, Tape, Text
 from tapereel.tapes.store.store import Store
@@ -135,15 +138,23 @@ def history_in(
     lineage: str = "run",
     changes: dict[str, Any] | None = None,
 ) -> History:
-    policy = model() if policy is None else policy
-
-    def make(phase: str) -> Trainer:
+    def make(phase: str, work: Any, ranks: Ranks) -> Trainer:
         recipe = get_recipe("sft") if phase.startswith("sft") else get_recipe(config.recipe, changes or config.changes)
         return Trainer(
-            policy, recipe, OptimiserConfig(lr=config.optimiser.lr, micro_tokens=config.optimiser.micro_tokens)
+            work, recipe, OptimiserConfig(lr=config.optimiser.lr, micro_tokens=config.optimiser.micro_tokens)
         )
 
-    return History(store, lineage, directory / "checkpoints", policy, make, renderer=RENDERER, tokenizer=WORDS)
+    trained = policy_of(model() if policy is None else policy, make)
+    return History(trained, store, lineage, directory / "checkpoints")
+
+
+def no_trainer(phase: str, work: Any, ranks: Ranks) -> Trainer:
+    raise AssertionError(f"phase {phase!r} begins")
+
+
+def policy_of(model: Any, make: MakeTrainer = no_trainer) -> Policy:
+    """A policy in this process. `make` makes its trainers."""
+    return Policy(weights=Processes(Ranks(), model, make), renderer=RENDERER, tokenizer=WORDS)
 
 
 def engine_of(history: History, **options: Any) -> EmbeddedEngine:

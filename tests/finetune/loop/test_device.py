@@ -16,9 +16,10 @@ from tapereel.agents.engines.embedded.pretrained import device_of, load_pretrain
 from tapereel.agents.setup.engine_config import EmbeddedConfig
 from tapereel.cli import main
 from tapereel.finetune.loop import rounding
-from tapereel.finetune.loop.loop_config import CriticConfig
+from tapereel.finetune.loop.loop_config import CriticConfig, LoopConfig
+from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.run.load_policy import load_policy, sampling_attention
 from tapereel.finetune.run.player_config import TrainerConfig
-from tapereel.finetune.run.policy import load_policy, sampling_attention
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.run.train_run import train
 from tapereel.finetune.trainer import logprobs as scoring
@@ -93,7 +94,8 @@ def test_the_engine_of_a_model_samples_with_what_it_can(folder: Path) -> None:
         "sdpa",
         "sdpa",
     ]
-    policy = load_policy(EmbeddedConfig(model=str(folder)), TrainerConfig(attention="flex_attention"), seed=0)
+    engine, trainer = EmbeddedConfig(model=str(folder)), TrainerConfig(attention="flex_attention")
+    policy = load_policy(engine, trainer, LoopConfig(), get_recipe("grpo"), seed=0)
     assert policy.model.config._attn_implementation == "flex_attention"
     assert policy.copy("run:0")._decoder.model.config._attn_implementation == "sdpa"
     assert policy.model.config._attn_implementation == "flex_attention"

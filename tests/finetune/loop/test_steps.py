@@ -20,13 +20,26 @@ from tapereel.finetune.loop.loop_config import LoopConfig
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.checkpoint import copied_weights, weights_digest
 from tapereel.finetune.trainer.options import OptimiserConfig
+from tapereel.finetune.trainer.ranks import Ranks
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes import Answer, Tape
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.records import Use
 from tapereel.tapes.store.store import Store
 
-from .lab import RENDERER, Letters, Speaker, assert_books_close, history_in, loop_in, model, run, settings_of, tasks
+from .lab import (
+    RENDERER,
+    Letters,
+    Speaker,
+    assert_books_close,
+    history_in,
+    loop_in,
+    model,
+    policy_of,
+    run,
+    settings_of,
+    tasks,
+)
 from .test_history import abandoned
 from .test_loop import Shifted
 
@@ -294,17 +307,17 @@ def test_demonstrations_that_nothing_uses_or_that_are_missing_are_refused_ahead(
 
 def rich_history(store: Store, directory: Path, config: LoopConfig) -> History:
     """With a reference, and a running average, as `Training` makes one."""
-    policy, base = model(), model()
+    base = model()
 
-    def make(phase: str) -> Trainer:
+    def make(phase: str, work: Any, ranks: Ranks) -> Trainer:
         return Trainer(
-            policy,
+            work,
             get_recipe(config.recipe, config.changes),
             OptimiserConfig(lr=1e-2, ema=config.optimiser.ema),
             reference=base,
         )
 
-    return History(store, "run", directory / "checkpoints", policy, make, renderer=RENDERER)
+    return History(policy_of(model(), make), store, "run", directory / "checkpoints")
 
 
 @pytest.mark.ledger("F61", "F68", "F69")

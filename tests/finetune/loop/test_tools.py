@@ -22,11 +22,12 @@ from tapereel.finetune.loop.history import History
 from tapereel.finetune.loop.loop import Loop
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.options import OptimiserConfig
+from tapereel.finetune.trainer.ranks import Ranks
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes import Answer, Tape, Task, ToolCall, ToolCalls, ToolResults
 from tapereel.tapes.store.store import Store
 
-from .lab import assert_books_close, settings_of
+from .lab import assert_books_close, policy_of, settings_of
 from .test_learning import climbed, rewards
 
 pytest.importorskip("mcp")
@@ -74,15 +75,15 @@ def taught(path: Path, seed: int, updates: int) -> list[list[float]]:
     config = settings_of(updates=updates, groups=8, group_size=8, limits=Limits(turns=2))
     policy = tiny_model(WORDS, "micro", seed=seed, context=64)
 
-    def make(phase: str) -> Trainer:
+    def make(phase: str, work: Any, ranks: Ranks) -> Trainer:
         return Trainer(
-            policy,
+            work,
             get_recipe(config.recipe),
             OptimiserConfig(lr=config.optimiser.lr, micro_tokens=config.optimiser.micro_tokens),
         )
 
     with Store.create(path, durability="os") as store:
-        history = History(store, "run", path / "checkpoints", policy, make, renderer=RENDERER, tokenizer=WORDS)
+        history = History(policy_of(policy, make), store, "run", path / "checkpoints")
         loop = Loop(
             config,
             history=history,

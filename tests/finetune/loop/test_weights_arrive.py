@@ -17,7 +17,7 @@ from tapereel.finetune.loop.plan import UpdateInfo
 from tapereel.tapes.store.store import Store
 
 from ..build import row
-from .lab import RENDERER, WORDS, engine_of, history_in, loop_in, model, run, settings_of
+from .lab import RENDERER, WORDS, engine_of, history_in, loop_in, model, policy_of, run, settings_of
 from .test_loop import Shifted
 
 CONFIG = settings_of(updates=3, max_lag=1, checkpoint_every=1)
@@ -77,7 +77,7 @@ def test_wrong_weights_of_a_resumed_run_are_found_before_its_first_update(tmp_pa
 def test_a_sampler_that_lags_by_small_updates_does_not_widen_the_bound() -> None:
     """Each difference is within the bound, and still none is rounding. The updates are fixed: no run is trained."""
     policy, found = model(), list[dict[str, Any]]()
-    delivery, engine = Delivery(policy), EmbeddedEngine(policy, RENDERER, version="run:0", slots=64)
+    delivery, engine = Delivery(policy_of(policy)), EmbeddedEngine(policy, RENDERER, version="run:0", slots=64)
     one = row(turns=(12,))
     delivery.choose(["a"], lambda tape: [replace(one, input_ids=one.input_ids % len(WORDS))])
 

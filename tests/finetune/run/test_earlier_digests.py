@@ -14,7 +14,7 @@ from tapereel.agents.engines.embedded import pretrained
 from tapereel.finetune.inspect.reproducer import reproduce
 from tapereel.finetune.inspect.requery import requery_run
 from tapereel.finetune.loop.history import BrokenHistory
-from tapereel.finetune.run.policy import check_begun
+from tapereel.finetune.run.load_policy import check_begun
 from tapereel.finetune.run.train_run import train
 from tapereel.finetune.trainer.checkpoint import BadCheckpoint, ModelWeights, checkpoints
 from tapereel.tapes.store.run_directory import Results

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import pytest
 import torch
 
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.finetune.loop.loop_config import LoopConfig
-from tapereel.finetune.run.policy import Policy
+from tapereel.finetune.run.load_policy import check_rate
 from tapereel.finetune.run.training import base_rate
 from tapereel.tapes.store.run_directory import HeldOut
 
@@ -33,23 +31,18 @@ def test_rewards_without_a_difference_get_one_sentence_more(mean: float | None, 
     assert way is None or way in said
 
 
-def policy(autocast: torch.dtype | None) -> Policy:
-    model: Any = tiny_model(char_tokenizer(), "micro").to(torch.bfloat16).float()
-    return Policy(model, None, cast(Any, None), autocast=autocast)
-
-
 @pytest.mark.parametrize(
     ("autocast", "lr", "updates", "warns"),
     [
-        (torch.bfloat16, 1e-7, 12, True),
-        (torch.bfloat16, 1e-3, 12, False),
-        (torch.bfloat16, 1e-7, 0, False),
+        ("bfloat16", 1e-7, 12, True),
+        ("bfloat16", 1e-3, 12, False),
+        ("bfloat16", 1e-7, 0, False),
         (None, 1e-7, 12, False),
     ],
 )
 def test_a_rate_that_cannot_move_rounded_weights_is_warned_about(
-    autocast: torch.dtype | None, lr: float, updates: int, warns: bool, caplog: pytest.LogCaptureFixture
+    autocast: str | None, lr: float, updates: int, warns: bool, caplog: pytest.LogCaptureFixture
 ):
-    loop = LoopConfig.model_validate({"updates": updates, "optimiser": {"lr": lr}})
-    policy(autocast).check_rate(loop)
+    loop = LoopConfig.model_validate({"updates": updates, "optimiser": {"lr": lr, "autocast": autocast}})
+    check_rate(tiny_model(char_tokenizer(), "micro").to(torch.bfloat16).float(), loop)
     assert ["loop.optimiser.lr=1e-07" in line for line in caplog.messages] == [True] * warns

@@ -60,17 +60,17 @@ def trained(ranks: Ranks, folder: Path, resumed: Path | None = None, *, save: bo
                 checkpoint = read_checkpoint(resumed)
                 done = checkpoint.update
                 processes.read(checkpoint)
-            trainer = processes.trainer("rl")
+            processes.enter("rl")
             if resumed is not None:
-                trainer.resume(read_checkpoint(resumed))
+                processes.resume(read_checkpoint(resumed))
             for update in range(done, UPDATES):
                 if save and update == CUT:
-                    state = {} if processes.shared else trainer.state_dict()
+                    state = {} if processes.shared else processes.state()
                     made = save_checkpoint(folder, model, state, {}, update=update, held=processes)
-                    compared.append(compare(processes, trainer, made))
-                assert all(stats.applied for stats in trainer.updates(rows, episodes))
+                    compared.append(compare(processes, made))
+                assert all(stats.applied for stats in processes.updates(rows, episodes))
             digest = processes.digest()
-            compared += [compare(processes, trainer, one) for one in ([made] if made is not None else [])]
+            compared += [compare(processes, one) for one in ([made] if made is not None else [])]
         processes.finish(digest)
     member = processes.member
     return {
@@ -83,7 +83,7 @@ def trained(ranks: Ranks, folder: Path, resumed: Path | None = None, *, save: bo
     }
 
 
-def compare(processes: Processes, trainer: Any, made: Checkpoint) -> tuple[bool, list[str]]:
+def compare(processes: Processes, made: Checkpoint) -> tuple[bool, list[str]]:
     """Whether a checkpoint has the current weights, and the values in the trainer's state that differ. If the weights
     are shared, no process reads the whole checkpoint."""
     with pytest.MonkeyPatch.context() as patch:
@@ -91,7 +91,7 @@ def compare(processes: Processes, trainer: Any, made: Checkpoint) -> tuple[bool,
             patch.delattr(Checkpoint, "weights")
             patch.delattr(Checkpoint, "trainer_state")
         same = processes.digest_in(made) == processes.digest()
-        return same, sorted({place for place, _, _ in trainer.unlike(made)})
+        return same, sorted({place for place, _, _ in processes.unlike(made)})
 
 
 def _own(member: Trainer) -> list[Any]:

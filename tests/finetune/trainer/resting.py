@@ -45,9 +45,9 @@ def main(rank: int, folder: str, seconds: float) -> None:
         return
     rows, episodes = batch(model=model)
     with processes.leading():
-        trainer = processes.trainer("rl")
+        processes.enter("rl")
         for k in range(2):
-            assert all(stats.applied for stats in trainer.updates(rows, episodes))
+            assert all(stats.applied for stats in processes.updates(rows, episodes))
             if not k:
                 print("waits", flush=True)
                 time.sleep(seconds)

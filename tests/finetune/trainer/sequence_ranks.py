@@ -21,12 +21,12 @@ from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import Episode
 from tapereel.finetune.objective import Sums
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.run.policy import freeze
+from tapereel.finetune.run.load_policy import freeze
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
-from tapereel.finetune.trainer.distributed import share
 from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.ranks import DataParallelRanks, Ranks, ShardedRanks
 from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.finetune.trainer.updates import share
 from tapereel.tapes.records import Status
 
 from ..build import batch, tiny_qwen3

@@ -20,13 +20,13 @@ from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import BadBatch, Episode
 from tapereel.finetune.loop.loop_config import LoopConfig
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.run.phases import Phases
+from tapereel.finetune.run.load_policy import freeze
 from tapereel.finetune.run.player_config import Frozen
-from tapereel.finetune.run.players import NO_WARM_START
-from tapereel.finetune.run.policy import Policy, freeze
+from tapereel.finetune.run.trainer_factory import TrainerFactory
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.logprobs import score
 from tapereel.finetune.trainer.options import OptimiserConfig
+from tapereel.finetune.trainer.ranks import Ranks
 from tapereel.finetune.trainer.reference import EarlierWeights, OtherModel, ServedTeacher
 from tapereel.finetune.trainer.trainer import Trainer
 
@@ -220,10 +220,13 @@ def other_weights(family: str) -> Any:
 def behind(kind: str, family: str = "qwen2_vl") -> ServedTeacher:
     """The teacher behind an engine of this kind, as a run has it."""
     found = pretrained(family)
-    policy = Policy(found.model, found.tokenizer, Renderer(found.tokenizer, found.vision))
     options = {} if kind.endswith("Blind") else {"family": family}
     loop = LoopConfig.model_validate({"teacher": {"kind": kind, "options": options}})
-    teacher = Phases(policy, loop, get_recipe("distill"), NO_WARM_START).trainer("rl").others["teacher"]
+    renderer = Renderer(found.tokenizer, found.vision)
+    factory = TrainerFactory(
+        model=found.model, renderer=renderer, tokenizer=found.tokenizer, loop=loop, recipe=get_recipe("distill")
+    )
+    teacher = factory.make("rl", found.model, Ranks()).others["teacher"]
     assert isinstance(teacher, ServedTeacher)
     return teacher
 

@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tapereel.agents.engines.weights.weight_config import AdapterConfig
 from tapereel.agents.engines.weights.weight_files import write_weights
 from tapereel.agents.setup.engine_config import EmbeddedConfig
+from tapereel.finetune.loop.loop_config import LoopConfig
 from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.run.load_policy import load_policy
 from tapereel.finetune.run.player_config import TrainerConfig
-from tapereel.finetune.run.policy import load_policy
 from tapereel.finetune.trainer.checkpoint import (
     STATE,
     BadCheckpoint,
@@ -30,7 +31,6 @@ from tapereel.finetune.trainer.checkpoint import (
 from tapereel.finetune.trainer.distributed import Processes
 from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.ranks import Ranks, ShardedRanks, Whole
-from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.store.lease import LeaseLost
 
 from ..build import tiny_model
@@ -174,11 +174,11 @@ EXPORTED: dict[str, tuple[Callable[[Path], str], AdapterConfig | None]] = {
 
 def exported(folder: str, adapters: AdapterConfig | None, ranks: Ranks, to: Path) -> Processes:
     """Writes a checkpoint and a folder for servers, as a run with these ranks does."""
-    policy = load_policy(EmbeddedConfig(model=folder), TrainerConfig(lora=adapters), 0, ranks)
-    options = OptimiserConfig(ema=0.5)
-    make = lambda _, model, ranks: Trainer(model, get_recipe("grpo"), options, ranks=ranks)  # noqa: E731
-    processes = Processes(ranks, policy.model, make, policy.empty)
-    processes.trainer("rl")
+    engine, trainer = EmbeddedConfig(model=folder), TrainerConfig(lora=adapters)
+    loop = LoopConfig(optimiser=OptimiserConfig(ema=0.5))
+    policy = load_policy(engine, trainer, loop, get_recipe("grpo"), seed=0, ranks=ranks)
+    processes = policy.weights
+    processes.enter("rl")
     with torch.no_grad():
         for average in processes.member.averaged.values():
             average += 1

@@ -29,7 +29,7 @@ from tapereel.agents.engines.embedded.pretrained import earlier_digest, in_rows,
 from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import Episode
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.run.policy import freeze
+from tapereel.finetune.run.load_policy import freeze
 from tapereel.finetune.trainer.checkpoint import save_checkpoint
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.distributed import Processes
@@ -258,18 +258,18 @@ def led(case: SharedCase, ranks: Ranks) -> dict[str, Any]:
             "steps": steps,
             "weights": ranks.whole(dict(model.state_dict())),
             "held": held(processes),
-            "mine": sorted({str(row.tape) for row in processes.held.rows}),
+            "mine": sorted({str(row.tape) for row in processes.share.rows}),
             "arrived": sorted(set(ARRIVED)),
         }
     steps: list[UpdateStats] = []
     state: Any = None
     with processes.leading():
         for _ in range(2):
-            trainer = processes.trainer("rl")
+            trainer = processes.enter("rl")
             trainer.version = "run:1"
             if state is not None:
-                trainer.load_state_dict(state)
-            steps += trainer.updates(
+                processes.load(state)
+            steps += processes.updates(
                 rows,
                 episodes,
                 epochs=2,
@@ -278,7 +278,7 @@ def led(case: SharedCase, ranks: Ranks) -> dict[str, Any]:
                 batches=case.batches,
                 demonstrations=shown,
             )
-            state = trainer.state_dict()
+            state = processes.state()
         with gathering() as gathered:
             hashed = processes.digest()
         weights = processes.weights()
@@ -355,7 +355,7 @@ def held(processes: Processes) -> float:
 
 
 def own_critic(processes: Processes, vision: Any = None) -> Critic:
-    """A critic with a body of its own, as `Phases` makes it."""
+    """A critic with a body of its own, as `TrainerFactory` makes it."""
     if processes.empty is None:
         return Critic.of(processes.model, vision=vision)
     critic = Critic.of(processes.empty, vision=vision)
@@ -411,7 +411,10 @@ def seen(case: str, ranks: Ranks) -> dict[str, Any]:
             # A tape's method, which no other process can be sent.
             lock = threading.Lock()
             held = [replace(row, file=partial(_locked, lock, row.file)) if row.file else row for row in rows]
-            steps = [stats for _ in range(2) for stats in processes.trainer("rl").updates(held, episodes)]
+            steps = list[UpdateStats]()
+            for _ in range(2):
+                processes.enter("rl")
+                steps += processes.updates(held, episodes)
         processes.finish(None)
     norms = [stats.grad_norm for stats in steps]
     return {"weights": ranks.whole(dict(model.state_dict())), "norms": norms, "skipped": [s.skipped for s in steps]}

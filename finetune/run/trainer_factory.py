@@ -1,5 +1,7 @@
-"""Makes a run's trainers, one for each phase. They depend only on the settings, so every process makes the same
-trainers."""
+"""Makes a policy's trainers, one for each phase, and loads the models that the policy is compared with.
+
+The trainers depend only on the settings, so every process makes the same ones.
+"""
 
 from __future__ import annotations
 
@@ -10,41 +12,53 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ...agents.engines.embedded.pretrained import load_pretrained, load_tokenizer
+from ...agents.engines.embedded.pretrained import Pretrained, load_pretrained, load_tokenizer, placed
 from ...agents.engines.engine import CapableEngine, EngineError
+from ...agents.rendering.renderer import Renderer
 from ...agents.setup.engine_config import CustomConfig, ServerConfig, connect_to
+from ...agents.vision.vision import Vision
 from ...tapes.common.run_async import run_async
+from ...tapes.common.text import logger
 from ...tapes.errors import UsageError
 from ..data.rows import Row
 from ..data.stream import BadBatch
-from ..loop.loop_config import OWN, CriticConfig, LoopConfig, ReferenceConfig, WarmStartConfig
+from ..loop.loop_config import NO_WARM_START, OWN, CriticConfig, LoopConfig, ReferenceConfig, WarmStartConfig
 from ..objective.recipe import Recipe
 from ..recipes import get_recipe
 from ..trainer.critic import Critic, CriticTrainer, Value
 from ..trainer.ranks import Ranks, Whole, shared_digest
 from ..trainer.reference import EarlierWeights, OtherModel, ServedTeacher, trainable
 from ..trainer.trainer import Trainer
-from .policy import Policy, shared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-@dataclass
-class Phases:
-    """Makes the trainers of a run."""
+log = logger("train")
 
-    policy: Policy
-    """The policy. Its model must have the base weights when `Phases` is made. Updates change the model in place."""
+
+@dataclass(kw_only=True)
+class TrainerFactory:
+    """Makes the trainers of a policy."""
+
+    model: nn.Module
+    """The policy's model. It must have the base weights when the factory is made. Updates change it in place."""
+    renderer: Renderer
+    tokenizer: PreTrainedTokenizerFast
     loop: LoopConfig
     recipe: Recipe
     """The recipe for the loop's updates."""
-    warm: WarmStartConfig
+    warm: WarmStartConfig = NO_WARM_START
     ranks: Ranks = field(default_factory=Ranks)
     """The processes that may share the policy's weights."""
+    empty: nn.Module | None = None
+    """A copy of the model without weights (`emptied`), if the processes share its weights."""
+    offload: bool = False
+    """Whether the optimiser's state is kept in main memory."""
 
     def __post_init__(self) -> None:
         # The models that the policy is compared against are loaded here, before anything is written.
@@ -62,9 +76,9 @@ class Phases:
         self._others: dict[str, OtherModel] = {}
         for setting, name in named.items():
             if isinstance(name, str) and (setting == "teacher" or name not in OWN):
-                self._others[setting] = _beside(self.policy, name, f"loop.{setting}", self.ranks)
+                self._others[setting] = self._beside(name, f"loop.{setting}")
             elif name is not None and not isinstance(name, str):
-                self._others[setting] = _served(self.policy, name)
+                self._others[setting] = _served(self.tokenizer, name)
                 sampling = loop.sampling
                 if recipe.score.temperature == "recorded" and {sampling.temperature, sampling.first_temperature} - {
                     1.0,
@@ -77,20 +91,24 @@ class Phases:
                     )
         for setting, other in self._others.items() if start == "base" else ():
             alone = setting == "teacher" or recipe.stands_still(own_reference=True)
-            if alone and other.digest == _plain_digest(self.policy.model):
+            if alone and other.digest == _plain_digest(self.model):
                 raise UsageError(
                     f"loop.{setting}={other.name} has the same weights as the model that is trained, so nothing would "
                     "be learned from it: name another model"
                 )
-        held = trainable(self.policy.model) if named["reference"] == "base" else {}
+        held = trainable(self.model) if named["reference"] == "base" else {}
         self._base = {name: p.detach().clone() for name, p in held.items()} or None
 
-    def trainer(self, phase: str, work: nn.Module | None = None, ranks: Ranks | None = None) -> Trainer:
-        """Return a new trainer for `phase` that starts from the model's current weights. To train another model with
-        the same weights instead, such as this rank's sharded model, pass it as `work`."""
+    @property
+    def vision(self) -> Vision | None:
+        """How the model reads pictures, or None if it reads only text."""
+        pictures = self.renderer.pictures
+        return pictures if isinstance(pictures, Vision) else None
+
+    def make(self, phase: str, work: nn.Module, ranks: Ranks) -> Trainer:
+        """Return a new trainer for `phase`, which begins with the current weights of the model `work`."""
         recipe = self._recipes[phase]
         optimiser = self.warm.optimiser if phase == "sft" else self.loop.optimiser
-        work = work if work is not None else cast(nn.Module, self.policy.model)
         return Trainer(
             work,
             recipe,
@@ -99,11 +117,11 @@ class Phases:
             teacher=self._others["teacher"] if recipe.needs_teacher else None,
             critic=self._critic(work, ranks) if recipe.needs_value else None,
             ranks=ranks,
-            vision=self.policy.vision,
-            offload=self.policy.offload,
+            vision=self.vision,
+            offload=self.offload,
         )
 
-    def _reference(self, work: nn.Module, ranks: Ranks | None) -> OtherModel:
+    def _reference(self, work: nn.Module, ranks: Ranks) -> OtherModel:
         """Make the reference for a new phase. A resumed run makes it too, and then loads the recorded weights into
         it."""
         how = self._how
@@ -115,16 +133,15 @@ class Phases:
     def _critic_config(self) -> CriticConfig:
         return self.loop.critic or CriticConfig()
 
-    def _critic(self, work: nn.Module, ranks: Ranks | None) -> CriticTrainer:
+    def _critic(self, work: nn.Module, ranks: Ranks) -> CriticTrainer:
         """Make a new critic from the policy's current weights. A resumed run makes it too, and then loads its state."""
         config = self._critic_config
-        policy = self.policy
-        if config.body == "own" and policy.empty is not None:
-            critic = Critic.of(policy.empty, normalised=config.normalised, vision=policy.vision)
+        if config.body == "own" and self.empty is not None:
+            critic = Critic.of(self.empty, normalised=config.normalised, vision=self.vision)
             self.ranks.shard(critic, critic.weights_of(work), next(work.parameters()).device)
         else:
-            make, model = (Critic.of, policy.model) if config.body == "own" else (Critic.on, work)
-            critic = make(model, normalised=config.normalised, vision=policy.vision)
+            make, model = (Critic.of, self.model) if config.body == "own" else (Critic.on, work)
+            critic = make(model, normalised=config.normalised, vision=self.vision)
         return CriticTrainer(
             critic,
             config.optimiser,
@@ -133,8 +150,35 @@ class Phases:
             first=config.first,
             balance=self.recipe.balance,
             ranks=ranks,
-            offload=policy.offload,
+            offload=self.offload,
         )
+
+    def _beside(self, name: str, setting: str) -> OtherModel:
+        """Load the model `name`, a folder or a name on the hub, on the policy's device and in the policy's dtype. The
+        ranks may share its weights. Raises UsageError if its tokenizer differs from the policy's."""
+        weights = next(self.model.parameters())
+        base: Any = getattr(self.model, "get_base_model", lambda: self.model)()
+        dtype: Any = str(base.dtype).removeprefix("torch.")
+        video = "native" if self.vision is not None and self.vision.video_marker is not None else "frames"
+        found = load_pretrained(
+            name, dtype=dtype, attention=base.config._attn_implementation, video=video, empty=self.ranks.sharded
+        )
+        _check_tokens(self.tokenizer, found.tokenizer, f"{setting}={name}")
+        return OtherModel(shared(found.model, found, name, weights.device, self.ranks), name, found.vision)
+
+
+def shared(model: nn.Module, found: Pretrained, folder: str, device: torch.device, ranks: Ranks) -> nn.Module:
+    """Return the model of `found`, with or without adapters, on `device`. If the ranks share weights, it has this
+    rank's part of each."""
+    if found.weights is None:
+        model = placed(model, device)
+        if ranks.sharded and not ranks.rank:
+            log.warning(
+                f"each rank loads the whole model {folder} before it keeps its part: it has adapters or reads "
+                "pictures, or its files name the weights differently"
+            )
+    ranks.shard(model, found.weights, device)
+    return model
 
 
 def _check_compared(loop: LoopConfig, recipe: Recipe, how: ReferenceConfig, start: str) -> None:
@@ -167,21 +211,7 @@ def _check_compared(loop: LoopConfig, recipe: Recipe, how: ReferenceConfig, star
         )
 
 
-def _beside(policy: Policy, name: str, setting: str, ranks: Ranks) -> OtherModel:
-    """Load the model `name`, a folder or a name on the hub, on the policy's device and in the policy's dtype. The ranks
-    may share its weights. Raises UsageError if its tokenizer differs from the policy's."""
-    weights = next(policy.model.parameters())
-    base: Any = getattr(policy.model, "get_base_model", lambda: policy.model)()
-    dtype: Any = str(base.dtype).removeprefix("torch.")
-    video = "native" if policy.vision is not None and policy.vision.video_marker is not None else "frames"
-    found = load_pretrained(
-        name, dtype=dtype, attention=base.config._attn_implementation, video=video, empty=ranks.sharded
-    )
-    _check_tokens(policy, found.tokenizer, f"{setting}={name}")
-    return OtherModel(shared(found.model, found, name, weights.device, ranks), name, found.vision)
-
-
-def _served(policy: Policy, config: ServerConfig | CustomConfig) -> ServedTeacher:
+def _served(own: PreTrainedTokenizerFast, config: ServerConfig | CustomConfig) -> ServedTeacher:
     """Return a teacher whose log-probs come from the engine in `config`. The engine is made and closed for each batch.
     Raises UsageError if its tokenizer differs from the policy's."""
     if isinstance(config, ServerConfig) and not config.urls:
@@ -189,7 +219,7 @@ def _served(policy: Policy, config: ServerConfig | CustomConfig) -> ServedTeache
     if config.kind == "sglang":
         raise UsageError("loop.teacher.kind is sglang, which scores no given tokens: serve the teacher by vLLM")
     if config.model is not None:
-        _check_tokens(policy, load_tokenizer(config.model), f"loop.teacher.model={config.model}")
+        _check_tokens(own, load_tokenizer(config.model), f"loop.teacher.model={config.model}")
 
     async def score(rows: Sequence[Row]) -> list[array[float]]:
         made = await connect_to(config) if isinstance(config, ServerConfig) else config.make(("score",), "A teacher")
@@ -222,13 +252,13 @@ def _served(policy: Policy, config: ServerConfig | CustomConfig) -> ServedTeache
     return ServedTeacher(f"{config.kind}:{config.model}", ask)
 
 
-def _check_tokens(policy: Policy, tokenizer: PreTrainedTokenizerFast, named: str) -> None:
+def _check_tokens(own: PreTrainedTokenizerFast, tokenizer: PreTrainedTokenizerFast, named: str) -> None:
     """Raise UsageError if a token has a different id in the policy's tokenizer."""
-    ours, theirs = policy.tokenizer.get_vocab(), tokenizer.get_vocab()
+    ours, theirs = own.get_vocab(), tokenizer.get_vocab()
     if ours != theirs:
         token = next((token for token in {**ours, **theirs} if ours.get(token) != theirs.get(token)), "")
         raise UsageError(
-            f"{named} has another tokenizer than the model that is trained ({policy.tokenizer.name_or_path}): "
+            f"{named} has another tokenizer than the model that is trained ({own.name_or_path}): "
             f"token {token!r} is {theirs.get(token)} there and {ours.get(token)} here, so its log-probs would be of "
             "other text. Name a model with the same tokenizer"
         )
