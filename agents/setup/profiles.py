@@ -16,9 +16,10 @@ from ...tapes.common.text import logger
 from ..engines.embedded.pretrained import ADAPTERS
 
 log = logger("profile")
-TINY, LARGE = 10_000_000, 1_500_000_000
+TINY, LIGHT, LARGE = 10_000_000, 400_000_000, 1_500_000_000
 """A model is `tiny` if it has fewer than `TINY` weights without its embeddings. It is then assumed to be made from
-scratch. A model is `large` if it has at least `LARGE` weights in total."""
+scratch. Other models are `light`, `small` or `large`: with fewer than `LIGHT`, fewer than `LARGE`, or more weights in
+total. A CPU can train a light model."""
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 
@@ -96,10 +97,23 @@ class Default(NamedTuple):
     """A warning is logged if the user's value is off by more than this factor. 0 means no warning."""
     adapted: Any
     """The value for adapters on a pretrained model. None means that adapters have no value of their own."""
+    light: Any = None
+    """The value for light models. None means the value for small ones."""
+    light_adapted: Any = None
+    """The value for adapters on a light model. None means `adapted`."""
+
+    def value(self, profile: str, adapters: bool) -> Any:
+        """Return the value in the profile, for adapters or all weights."""
+        light = profile == "light"
+        if adapters and profile != "tiny" and (value := (light and self.light_adapted) or self.adapted):
+            return value
+        if light:
+            return self.small if self.light is None else self.light
+        return {"tiny": self.tiny, "small": self.small, "large": self.large}[profile]
 
 
 EPISODES: tuple[Default, ...] = (
-    Default("sampling.max_tokens", 64, 1024, 2048, "verl's GSM8K: 1024; DAPO on 7B: 2048", 8, None),
+    Default("sampling.max_tokens", 64, 1024, 2048, "verl's GSM8K: 1024; DAPO on 7B: 2048", 0, None, 256),
     Default("limits.turns", 8, 10, 10, "verifiers' ToolEnv", 0, None),
     Default("limits.agent_seconds", 120.0, 600.0, 600.0, "10 turns of 2048 tokens at 34 a second", 0, None),
     Default("limits.system_seconds", 600.0, 1800.0, 1800.0, "three times the agent's seconds", 0, None),
@@ -132,14 +146,15 @@ def fill(config: ConfigT, rows: Iterable[Default], policy: object, above: str = 
     shape = shape_of(model)
     name, size = "small", "an unknown size"
     if shape is not None:
-        name = "tiny" if shape.body < TINY else "large" if shape.parameters >= LARGE else "small"
+        sizes = {"tiny": shape.body < TINY, "light": shape.parameters < LIGHT, "small": shape.parameters < LARGE}
+        name = next((name for name, fits in sizes.items() if fits), "large")
         size = f"{shape.parameters:,} weights"
     filled: list[str] = []
-    for key, tiny, small, large, source, factor, adapted in rows:
+    for row in rows:
+        key, source, factor = row.key, row.source, row.far
         if "checkpointing" in key and (shape is None or shape.drops):
             continue  # the trainer refuses checkpointing for a model with dropout
-        value = {"tiny": tiny, "small": small, "large": large}[name]
-        value = adapted if lora and adapted and name != "tiny" else value
+        value = row.value(name, lora)
         made, present = _put(config, key.split("."), value)
         if made != config:
             config, filled = made, [*filled, f"{above}{key}={value}"]

@@ -102,10 +102,15 @@ def _profiles() -> Iterator[str]:
     yield from ("", "## Profiles", "")
     yield "`run` and `train` choose these by [the model's size](../how-to/training.md#profiles), unless you set them."
     yield "The keys of `run` don't have the prefix `loop.`. Adapters are LoRA on a pretrained model."
-    yield from ("", "| key | `tiny` | `small` | `large` | adapters | source |", "|---|---|---|---|---|---|")
+    yield from (
+        "",
+        "| key | `tiny` | `light` | `small` | `large` | adapters | source |",
+        "|---|---|---|---|---|---|---|",
+    )
     for row in profiles():
         adapted = "" if row.adapted is None else f"`{row.adapted}`"
-        values = " | ".join(f"`{value}`" for value in (row.tiny, row.small, row.large))
+        adapted += f" (light: `{row.light_adapted}`)" if row.light_adapted else ""
+        values = " | ".join(f"`{row.value(profile, False)}`" for profile in ("tiny", "light", "small", "large"))
         yield f"| {_profiled_key(row)} | {values} | {adapted} | {cell(row.source)} |"
 
 
@@ -142,8 +147,11 @@ def _by_profile(rows: list[Default], otherwise: str) -> str:
     keys: dict[str, list[str]] = {}
     for row in rows:
         names: dict[str, list[str]] = {}
-        for name in ("tiny", "small", "large", *["adapted"] * (row.adapted is not None)):
-            names.setdefault(f"`{getattr(row, name)}`", []).append(name.replace("adapted", "adapters"))
+        for name in ("tiny", "light", "small", "large"):
+            names.setdefault(f"`{row.value(name, False)}`", []).append(name)
+        for name, value in (("adapters", row.adapted), ("light adapters", row.light_adapted)):
+            if value is not None:
+                names.setdefault(f"`{value}`", []).append(name)
         shown = ", ".join(f"{value} ({', '.join(which)})" for value, which in names.items())
         keys.setdefault(shown, []).append(_profiled_key(row))
     each = [shown + f" for {' and '.join(of)}" * (len(keys) > 1) for shown, of in keys.items()]

@@ -12,9 +12,11 @@ from ...agents.setup.profiles import EPISODES, SLOTS, Default, fill, shape_of
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 PROFILES: tuple[Default, ...] = (
-    Default("loop.optimiser.lr", 3e-4, 1e-6, 1e-6, "TRL's GRPOConfig; LoRA Without Regret", 10, 1e-5),
+    Default("loop.optimiser.lr", 3e-4, 1e-6, 1e-6, "TRL's GRPOConfig; LoRA Without Regret", 10, 1e-5, 1e-5, 3e-4),
     Default("loop.optimiser.schedule", {}, {"warmup": 10}, {"warmup": 10}, "verl's DAPO on 7B", 0, None),
-    Default("loop.optimiser.gradient_checkpointing", False, True, True, "TRL's GRPOConfig", 0, None),
+    Default("loop.optimiser.gradient_checkpointing", False, True, True, "TRL's GRPOConfig", 0, None, False),
+    Default("loop.optimiser.micro_tokens", 4096, 4096, 4096, "light: activations of 1024 tokens", 0, None, 1024),
+    Default("loop.groups", 16, 16, 16, "light: 64 answers an update, for a CPU", 0, None, 8),
     Default("loop.group_size", 16, 8, 16, "TRL's GRPOConfig: 8; DAPO: 16", 4, None),
     *(row._replace(key=f"loop.{row.key}") for row in EPISODES),
     Default("loop.group_deadline", 300.0, 1800.0, 1800.0, "as long as the rest of an episode may take", 0, None),

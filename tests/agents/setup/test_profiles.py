@@ -88,6 +88,27 @@ def test_a_profile_fills_what_is_unset_and_nothing_else(folder: Path, caplog: py
     assert (train_config(folder).loop.group_size, train_config(folder).loop.sampling.max_tokens) == (16, 2048)
 
 
+SMOLLM = {**QWEN, "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+SMOLLM |= {"head_dim": 64, "intermediate_size": 1536, "vocab_size": 49152}
+"""SmolLM2-135M."""
+
+
+@pytest.mark.parametrize(("lora", "rate"), [((), 1e-5), (("trainer.lora.rank=16",), 3e-4)])
+def test_a_light_model_gets_an_update_that_a_cpu_can_compute(folder: Path, lora: tuple[str, ...], rate: float):
+    (folder / "config.json").write_text(json.dumps(SMOLLM))
+    made = train_config(folder, *lora)
+    optimiser = made.loop.optimiser
+    assert (optimiser.lr, optimiser.gradient_checkpointing, optimiser.micro_tokens) == (rate, False, 1024)
+    assert (made.loop.groups, made.loop.group_size, made.loop.sampling.max_tokens) == (8, 8, 256)
+
+
+def test_only_a_tiny_model_sets_the_number_of_threads(folder: Path, tmp_path_factory: pytest.TempPathFactory):
+    tiny = tmp_path_factory.mktemp("tiny")
+    tiny_model(char_tokenizer(), "micro").save_pretrained(str(tiny))
+    assert (train_config(folder).threads, train_config(tiny).threads) == (None, 1)
+    assert train_config(folder, "trainer.threads=3").threads == 3
+
+
 def test_a_model_with_dropout_is_not_checkpointed(folder: Path):
     assert train_config(folder).loop.optimiser.gradient_checkpointing
     (folder / "config.json").write_text(json.dumps({**QWEN, "resid_pdrop": 0.1}))
@@ -228,8 +249,7 @@ def test_the_recorded_configuration_does_not_depend_on_the_profile(folder: Path,
         ("loop.optimiser.lr=3e-4", True),
         ("loop.optimiser.lr=1e-5", False),
         ("loop.optimiser.lr=1e-8", True),
-        ("loop.sampling.max_tokens=64", True),
-        ("loop.sampling.max_tokens=4096", False),
+        ("loop.sampling.max_tokens=16", False),  # the task's choice
         ("loop.group_size=1", True),
         ("loop.group_size=16", False),
         ("loop.critic.optimiser.lr=1e-3", True),
