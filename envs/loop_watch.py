@@ -85,6 +85,8 @@ def is_user_code(file: str) -> bool:
         return False
     if file.startswith("<"):
         return file.startswith(("<stdin", "<ipython"))
+    if {"site-packages", "dist-packages"} & {*Path(file).parts}:  # also those that a virtual environment inherits
+        return False
     # A project's folder may hold the virtual environment, so a file inside it may still belong to a package.
     libraries = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     return not file.startswith(tuple(f"{path}/" for path in libraries))

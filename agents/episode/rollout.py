@@ -35,6 +35,7 @@ from ...envs.environment import (
     new_environment,
 )
 from ...envs.loop_watch import is_user_code
+from ...envs.remote.declared import Declared
 from ...envs.rewards import RewardFailed
 from ...envs.rewards.sources import beside
 from ...envs.supervised import Stopped, Supervised, TimedOut
@@ -43,7 +44,7 @@ from ...tapes.common.arguments import check_arguments
 from ...tapes.common.redact import without_secrets
 from ...tapes.common.shared_loop import settle
 from ...tapes.common.text import logger, storable
-from ...tapes.errors import TapereelError, error_message
+from ...tapes.errors import BadArgument, TapereelError, error_message
 from ...tapes.journal import Journal
 from ...tapes.messages import CONVERSATION, ENV
 from ...tapes.records import Begin, End, Identity, Parent, Reward
@@ -406,7 +407,11 @@ class Episode:
         except NOT_FAULTS:
             raise
         except BaseException as error:
-            return self._ended(CauseType.ENVIRONMENT, error)
+            status, cause = self._ended(CauseType.ENVIRONMENT, error)
+            hint = _of_another_type(self.env, action) if isinstance(error, AttributeError | TypeError) else ""
+            if cause is not None and hint:
+                cause = cause.model_copy(update={"message": f"{cause.message}. {hint}"})
+            return status, cause
         if outcome.terminated:
             return Status.FINISHED, None
         if outcome.truncated:
@@ -570,6 +575,18 @@ def _new_environment(factory: EnvironmentFactory) -> AnyEnvironment:
         return _Unmade(error)
     finally:
         settle(process)
+
+
+def _of_another_type(env: AnyEnvironment, action: Action) -> str:
+    """Return a sentence if the environment's class declares other actions than this one, otherwise ""."""
+    try:
+        wanted = tuple(Declared.of(env).actions.values())
+    except (BadArgument, TypeError, ValueError):  # nothing is declared
+        return ""
+    if not wanted or isinstance(action, wanted):
+        return ""
+    names, got = ", ".join(one.__name__ for one in wanted), type(action).__name__
+    return f"{type(env).__name__} takes {names}, and the agent gave it {got}: ChatAgent(actions=[{names}])"
 
 
 def _identity(env: AnyEnvironment, factory: object) -> Identity:

@@ -15,6 +15,7 @@ from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from ...envs.loop_watch import is_user_code
 from ...envs.rewards import Rewards, RewardSource
 from ..episode.agent import Agent
 
@@ -134,6 +135,5 @@ def _is_own(module: ModuleType | None) -> bool:
     """Return whether a module has the user's code, and isn't part of Python, Tapereel or an installed package."""
     if module is None:
         return True
-    top, file = module.__name__.partition(".")[0], getattr(module, "__file__", None) or ""
-    installed = "site-packages" in file or "dist-packages" in file
-    return top not in sys.stdlib_module_names and top != _PACKAGE and not installed
+    top, file = module.__name__.partition(".")[0], getattr(module, "__file__", None)
+    return top not in sys.stdlib_module_names and top != _PACKAGE and (file is None or is_user_code(file))
