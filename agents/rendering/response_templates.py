@@ -282,6 +282,21 @@ FORMATS: dict[str, Format] = {
         _thinking("<|assistant|>", _list(r"functools(?=\[)|<\|tool_call\|>", r"<\|/tool_call\|>|<\|end\|>")),
         call=('<|tool_call|>[{"name": "NAME", "arguments": ', "}]<|/tool_call|>"),
     ),
+    # vLLM's template for it, which asks for `functools[...]` and writes earlier calls without it
+    "phi4_mini_vllm": Format(
+        ("functools[",),
+        _thinking(
+            "<|assistant|>",
+            {
+                "open_pattern": r'functools\[\s*(?=\{)|\G\s*(?:,\s*)?(?=\{\s*"name")',
+                "close_pattern": r'\s*\]?\s*<\|end\|>|(?=\s*,\s*\{\s*"name")',
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+        ),
+        call=('functools[{"name": "NAME", "arguments": ', "}]"),
+    ),
     # Granite 3. Granite 4.0 writes as Hermes does, and 4.2 as Qwen3-Coder.
     "granite": Format(
         ("<|tool_call|>", "<|start_of_role|>"),

@@ -18,6 +18,7 @@ import sys
 import sysconfig
 import xmlrpc.client
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -122,13 +123,13 @@ def strings() -> list[str]:
     return [*pieces, *texts]
 
 
-def tokenizer(template: str) -> Any:
-    """A tokenizer of bytes with a chat template, whose marks are tokens."""
+def tokenizer(template: str, more: Collection[str] = ()) -> Any:
+    """A tokenizer of bytes with a chat template, whose marks and `more` are tokens."""
     alphabet = {char: k for k, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    marks = {*MARK.findall(template), "<eos>", *(["</s>"] if "[TOOL_CALLS]" in template else [])}
+    marks = {*MARK.findall(template), "<eos>", *more, *(["</s>"] if "[TOOL_CALLS]" in template else [])}
     backend.add_special_tokens([AddedToken(mark, normalized=False, special=True) for mark in sorted(marks)])
     end = next(end for end in ENDS if end in marks)
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end, bos_token="<eos>", chat_template=template)
@@ -152,9 +153,9 @@ def answer(renderer: Renderer, text: str) -> tuple[str, str, str] | None:
     return (prompt[:at], whole[at:stop], end) if stop >= at else (prompt[:at], whole[at:], "")
 
 
-def counts(template: str) -> Counter[str]:
+def counts(template: str, more: Collection[str] = ()) -> Counter[str]:
     """How many strings are `right`, `refused` and `wrong`, `unread` (no call and no problem), or not `written`."""
-    renderer, found = Renderer(tokenizer(template)), Counter[str]()
+    renderer, found = Renderer(tokenizer(template, more)), Counter[str]()
     for text in strings():
         written = answer(renderer, text)
         if written is None:

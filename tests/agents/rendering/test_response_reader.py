@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from tapereel.tapes.errors import UsageError
 
 from ..families import tokenizer
 from .answer_formats import BEGIN, EXCEPTIONS, ONE, OTHER, PAGE, TOOLS, WRITERS, Writer, begins, found, table
-from .real_strings import strings
+from .real_strings import TOOL as WRITE_FILE
+from .real_strings import counts, strings
+from .real_strings import tokenizer as byte_tokenizer
 from .templates_table import page
 
 EACH = pytest.mark.parametrize("writer", WRITERS, ids=lambda one: one.title)
@@ -441,3 +444,31 @@ def test_the_work_of_reading_grows_with_the_text(name: str, monkeypatch: pytest.
                 reader.read(unit * n, TOOLS, end=writer.end)
                 counts.append(Work.done)
             assert counts[1] <= 4.2 * counts[0], (unit, counts)
+
+
+PHI = tuple(
+    f"<|{name}|>" for name in ("system", "user", "assistant", "end", "tool", "/tool", "tool_call", "/tool_call")
+)
+"""Control tokens of Phi-4-mini. vLLM's template doesn't write those of tools."""
+WRITE = '{"name": "write-file", "arguments": {"path": "a", "text": "]<|end|>, {\\"name\\": 1}"}}'
+
+
+@pytest.mark.parametrize(("name", "more"), [("vllm_phi4_mini", ()), ("vllm_phi4_mini", PHI), ("vllm_llama32_json", ())])
+def test_calls_by_the_templates_that_vllm_has_for_a_model_are_read(name: str, more: tuple[str, ...]) -> None:
+    template = (Path(__file__).parents[1] / "templates" / f"{name}.jinja").read_text("utf-8")
+    renderer = Renderer(byte_tokenizer(template, more))
+    assert renderer.faults() == []
+    assert dict(counts(template, more)) == {"right": len(strings())}
+    if name != "vllm_phi4_mini":
+        return
+    called = [("write-file", {"path": "a", "text": ']<|end|>, {"name": 1}'})]
+    for text, wanted in (
+        (f"functools[{WRITE}]", called),  # as the template asks for
+        (f"functools[{WRITE}, {WRITE}]", called * 2),
+        (WRITE, called),  # as the template writes earlier calls
+        (f"<think>functools[{WRITE}]</think>No", []),
+        (f"I may write {WRITE}.", []),
+        (f"functools[{WRITE}"[:60], []),
+        (f"functools[{WRITE}, 5]", []),
+    ):
+        assert [(one.name, one.arguments) for one in renderer.read(text, [WRITE_FILE]).calls] == wanted, text
