@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .tapes.common.remedies import Command, offer
+from .tapes.errors import Command, offer
 
 REMEDIES = {
     # commands

@@ -28,10 +28,9 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, Valid
 from ...envs import Environment, Outcome
 from ...tapes import Answer, CauseType, Sampling, Status, Step, StoreFailed, Tape, Task, Text
 from ...tapes.common.http_service import BODY, Handler, web
-from ...tapes.common.remedies import remedy
 from ...tapes.common.stats import REWARD_LIMIT
 from ...tapes.common.text import logger
-from ...tapes.errors import TapereelError
+from ...tapes.errors import TapereelError, remedy
 from ...tapes.journal import Journal
 from ...tapes.store.run_directory import open_run
 from ...tapes.tape import new_tape_id

@@ -25,8 +25,8 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ...tapes import BadPicture, Picture, Sampling, StoreFailed, Tape
-from ...tapes.common.remedies import remedy
 from ...tapes.common.text import warn_once
+from ...tapes.errors import remedy
 from ...tapes.messages import image_of, text_of
 from ...tapes.records import Call, Message
 from ...tapes.steps import Exchange, content_parts

@@ -21,9 +21,8 @@ from ...tapes import Action, Observation, Status, Tape
 from ...tapes.audit.checking import check_run
 from ...tapes.audit.verdict import Likely, Verdict, Verdicts, differences, diverged, plain, unverifiable, verified
 from ...tapes.common.progress import Progress, silent
-from ...tapes.common.remedies import remedy
 from ...tapes.common.run_async import run_async
-from ...tapes.errors import UsageError
+from ...tapes.errors import UsageError, remedy
 from ...tapes.messages import ENV
 from ...tapes.records import Begin, Call, Cause, End, Record, StepRecord, request
 from ...tapes.steps import Unknown

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from ...tapes.common.config import Config
-from .profiles import from_scratch
 from .schedule import Schedule
+from .training_profiles import from_scratch
 
 if TYPE_CHECKING:
     import torch

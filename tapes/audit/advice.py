@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from ..common.remedies import remedy
 from ..common.stats import mean
 from ..common.text import DOCS
-from ..errors import TapereelError
+from ..errors import TapereelError, remedy
 from ..status import Status
 from ..steps import ParseError
 from ..store.run_directory import Evaluations

@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from ..common.remedies import remedy
 from ..common.stats import DOWN, total
-from ..errors import NotATape
+from ..errors import NotATape, remedy
 from ..records import Use
 from ..store.books import Books, BooksFold, Lost, bucket
 from ..store.summary import CallFacts, EndFacts, Facts, RewardFacts, StepFacts, Summary, TapeFold, read_facts

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.progress import Progress, silent
-from ..common.remedies import remedy
 from ..common.text import guard_terminal
-from ..errors import UsageError
+from ..errors import UsageError, remedy
 from .verdict import Verdict, Verdicts
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
-from ..common.remedies import remedy
 from ..common.stats import interval, mean, variance
-from ..errors import OtherVersion, TapereelError
+from ..errors import OtherVersion, TapereelError, remedy
 from ..store.disk import METRICS
 from ..store.run_directory import Evaluations, Results, read_metrics, recorded_settings
 from ..store.store import Store

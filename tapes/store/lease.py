@@ -38,9 +38,8 @@ from typing import Self, cast
 
 from pydantic import Field
 
-from ..common.remedies import remedy
 from ..common.text import logger
-from ..errors import StoreFailed, UsageError
+from ..errors import StoreFailed, UsageError, remedy
 from ..records import Lead
 from ..schema import read_record
 from ..value import Value

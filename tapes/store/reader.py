@@ -19,8 +19,7 @@ from typing import BinaryIO, Literal
 
 from pydantic_core import from_json
 
-from ..common.remedies import remedy
-from ..errors import Corrupt, UsageError
+from ..errors import Corrupt, UsageError, remedy
 from .disk import REAL, Disk, read_file
 from .segment import MAX_LINE, ZERO, BadLine, Chain, Line, parse_line, peek, read_body, segment_names
 

@@ -23,8 +23,7 @@ from typing import Unpack
 
 from pydantic_core import from_json
 
-from ..common.remedies import remedy
-from ..errors import Corrupt
+from ..errors import Corrupt, remedy
 from ..records import Cause, CauseType, End, Status
 from .disk import REAL, Disk, put_file
 from .index import Index, Segment

@@ -21,9 +21,8 @@ from typing import Any
 from pydantic_core import to_json
 
 from ..common.progress import Progress, silent
-from ..common.remedies import remedy
 from ..common.text import counted
-from ..errors import TapereelError, UsageError
+from ..errors import TapereelError, UsageError, remedy
 from ..store.disk import REAL, put_file
 from ..store.store import Store
 from ..store.summary import Summary

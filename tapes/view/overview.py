@@ -16,9 +16,8 @@ from pydantic import Field
 from ..audit.advice import advice
 from ..audit.faults import Fault, Faults
 from ..common.config_yaml import Group
-from ..common.remedies import Command, check_commands, remedy, show_commands
 from ..common.stats import ends_of, fixed, mean_of
-from ..errors import OtherVersion, TapereelError
+from ..errors import Command, OtherVersion, TapereelError, check_commands, remedy, show_commands
 from ..records import End as EndRecord
 from ..records import Status
 from ..schema import parse_record

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ....tapes.common.hub import NotFound, local_folder, model_folder
-from ....tapes.common.remedies import remedy
-from ....tapes.errors import MissingExtra, UsageError
+from ....tapes.errors import MissingExtra, UsageError, remedy
 from ....tapes.store.store import check_folder
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, cast
 
 from ....tapes.common.hub import local_folder
-from ....tapes.common.remedies import remedy
+from ....tapes.errors import remedy
 from ..engine import EngineError, error_text
 from ..transport.absence import Absence
 from ..transport.http_channel import Server, ServerFailed

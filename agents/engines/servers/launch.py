@@ -30,9 +30,9 @@ from pydantic import JsonValue
 from ....agents.engines.engine import EngineError
 from ....tapes.common import request_checks
 from ....tapes.common.access_token import check_token, drop_token, new_token, private_file, token_path
-from ....tapes.common.remedies import remedy
 from ....tapes.common.request_checks import is_loopback
 from ....tapes.common.text import logger
+from ....tapes.errors import remedy
 from ....tapes.store.store import check_folder
 from ..transport.http_channel import Server, ServerFailed, free_port
 from .shared_memory import remember, sweep

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ....tapes.common.remedies import remedy
+from ....tapes.errors import remedy
 from ..engine import EngineError, PublishMode, Request
 from ..transport.http_channel import Server, ServerFailed
 from ..transport.wire import Dialect, Sampled

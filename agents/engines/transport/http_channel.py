@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from ....tapes.common.access_token import HOW_FOUND, token_for
 from ....tapes.common.extras import raise_missing
 from ....tapes.common.redact import refuse_secret, without_secrets
-from ....tapes.common.remedies import remedy
+from ....tapes.errors import remedy
 from ..engine import EngineError, EngineStopped
 from .wire import retry_after
 

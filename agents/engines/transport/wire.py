@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 from pydantic import ValidationError
 
-from ....tapes.common.remedies import remedy
+from ....tapes.errors import remedy
 from ....tapes.records import Message, Usage
 from ..engine import EngineError, Finish, Request
 

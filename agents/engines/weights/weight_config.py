@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from ....tapes.common.config import Config
-from ....tapes.common.remedies import remedy
-from ....tapes.errors import MissingExtra, UsageError
+from ....tapes.errors import MissingExtra, UsageError, remedy
 
 if TYPE_CHECKING:
     from peft import PeftMixedModel, PeftModel

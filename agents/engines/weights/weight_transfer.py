@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ....agents.engines.engine import EngineError
 from ....envs.blocking import in_thread
-from ....tapes.common.remedies import remedy
-from ....tapes.errors import MissingExtra
+from ....tapes.errors import MissingExtra, remedy
 from ..engine import PublishMode
 from ..transport.http_channel import NO_ROUTE, Server, ServerFailed, free_port
 from ..transport.wire import field

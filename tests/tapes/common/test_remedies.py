@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tapereel.tapes import errors as remedies
 from tapereel.tapes.audit.climb import Climb
-from tapereel.tapes.common import remedies
-from tapereel.tapes.common.remedies import Command, offer, remedy
+from tapereel.tapes.errors import Command, offer, remedy
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.view.overview import checks, next_commands
 

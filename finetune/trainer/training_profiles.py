@@ -56,7 +56,8 @@ def fitted(config: ConfigT) -> ConfigT:
         if player.optimiser is None and "optimiser" in player.model_fields_set:
             continue  # recorded as unset, so that the loop's optimiser applies
         own = player.model_copy(update={"optimiser": player.optimiser or whole.loop.optimiser})
-        own = fill(own, [row for row in PROFILES if row.key.startswith("loop.optimiser.")], own, f"players.{name}.")
+        rows = [row for row in PROFILES if row.key.startswith("loop.optimiser.")]
+        own = fill(own, [row._replace(key=row.key.removeprefix("loop.")) for row in rows], own, f"players.{name}.")
         if own.optimiser != (player.optimiser or made.loop.optimiser):
             made = made.model_copy(update={"players": {**made.players, name: own}})
     return fit_critic(made)
