@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, cast
 from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
 from ...envs.load_named import load_function
-from ...tapes.common.config import Config
+from ...tapes.common.config import Config, Keys, translation
+from ...tapes.common.config_yaml import Group
 from ...tapes.common.hub import NotFound, model_folder, pinned_name
 from ...tapes.common.plain_json import read_plain
 from ...tapes.common.redact import names_secret
@@ -25,8 +26,16 @@ from ...tapes.records import Publish, Sampling
 from ..engines.embedded.pretrained import Dtype
 from ..engines.engine import Capability, Engine, require
 from ..engines.scripted import Policy, ScriptedEngine
-from ..engines.servers.server_config import Address, RequestConfig, ServerSettings, addresses
-from ..engines.weights.weight_config import AdapterConfig
+from ..engines.servers.server_config import (
+    Adapters,
+    Address,
+    Broadcast,
+    Reload,
+    RequestConfig,
+    ServerSettings,
+    Transfer,
+    addresses,
+)
 from ..vision.vision import VideoTokens
 
 if TYPE_CHECKING:
@@ -196,11 +205,11 @@ class ServerConfig(SlotsConfig, OptionsConfig, ServerSettings):
 
     @model_validator(mode="after")
     def _fits_the_servers(self) -> ServerConfig:
-        if self.kind == "sglang" and (self.publish != "reload" or not self.urls):
+        if self.kind == "sglang" and (not isinstance(self.weights, Reload) or not self.urls):
             raise ValueError(
-                f"publish: {self.publish} is for vLLM, and SGLang servers reload a folder: set publish=reload"
-                if self.publish != "reload"
-                else "urls is empty: name the addresses of the SGLang servers, since a run starts vLLM only"
+                "urls is empty: name the addresses of the SGLang servers, since a run starts vLLM only"
+                if isinstance(self.weights, Reload)
+                else f"weights={self.weights.kind} is for vLLM, and SGLang servers reload a folder: set weights=reload"
             )
         if self.renderer.video == "native":
             raise ValueError(
@@ -212,18 +221,15 @@ class ServerConfig(SlotsConfig, OptionsConfig, ServerSettings):
                 "options are flags of a vLLM server that the run starts, and urls names servers that run already: "
                 "leave one of the two out"
             )
-        if not self.urls and (self.publish == "nccl" or self.key_variable is not None):
+        if not self.urls and isinstance(self.weights, Broadcast):
             raise ValueError(
-                "publish: nccl needs servers with GPUs of their own. A server that the run starts shares the trainer's "
-                "GPUs, and NCCL refuses two ranks on one GPU: set publish=transfer or publish=reload"
-                if self.publish == "nccl"
-                else "key_variable is for the servers in urls, and urls is empty: name the servers, or leave "
-                "key_variable out"
+                "weights=broadcast needs servers with GPUs of their own. A server that the run starts shares the "
+                "trainer's GPUs, and NCCL refuses two ranks on one GPU: set weights=transfer or weights=reload"
             )
-        if self.nccl is not None and self.publish != "nccl":
+        if not self.urls and self.key_variable is not None:
             raise ValueError(
-                f"nccl sets the address from which weights are broadcast, but publish is {self.publish!r}: set "
-                "publish=nccl, or leave nccl out"
+                "key_variable is for the servers in urls, and urls is empty: name the servers, or leave key_variable "
+                "out"
             )
         return self
 
@@ -293,6 +299,33 @@ def engine_kind(settings: object) -> str | None:
     """Return the tag of these settings in `EngineConfig`: `custom` if `kind` is `module:name`, otherwise `kind`."""
     kind = settings.get("kind") if isinstance(settings, dict) else getattr(settings, "kind", None)
     return "custom" if isinstance(kind, str) and ":" in kind else kind
+
+
+_WAYS = {"reload": "reload", "transfer": "transfer", "nccl": "broadcast", "lora": "adapters"}
+"""Values of the earlier setting `publish`, and the kinds of `weights` that they are now."""
+
+
+@translation
+def _weights_of_servers(settings: Group, keys: Keys, value: Any) -> tuple[Keys, Any] | None:
+    """Before `weights`, three settings chose how servers receive new weights: the engine's `publish` and `nccl`, and
+    the trainer's `lora`."""
+
+    def at(path: Keys) -> Group:
+        group: Any = settings
+        for key in path:
+            group = group.get(key) if isinstance(group, dict) else None
+        return group if isinstance(group, dict) else {}
+
+    above, name = keys[:-1], keys[-1]
+    if name == "publish" and "urls" in at(above):
+        return (*above, "weights", "kind"), _WAYS.get(value, value)
+    if name == "nccl" and value is None and "publish" in at(above):
+        return None
+    if above[-1:] == ("nccl",) and "publish" in at(above[:-1]):
+        return (*above[:-1], "weights", name), value
+    if above[-2:] == ("trainer", "lora") and at((*above[:-2], "engine")).get("publish") == "lora":
+        return (*above[:-2], "engine", "weights", name), value
+    return keys, value
 
 
 AnyEngineConfig = ScriptedConfig | EmbeddedConfig | ServerConfig | LiteLLMConfig | CustomConfig
@@ -395,32 +428,31 @@ async def make_engine(config: AnyEngineConfig) -> LoadedEngine:
     return LoadedEngine(await connect_to(config), None)
 
 
-async def connect_to(
-    config: ServerConfig, *, weights: bool = False, adapters: AdapterConfig | None = None
-) -> RemoteEngine:
+async def connect_to(config: ServerConfig, *, weights: bool = False) -> RemoteEngine:
     """Connect to the servers, or start vLLM on this machine. With `weights`, the engine accepts weight syncs.
 
-    `adapters` has the LoRA settings for `publish: lora`. Raises EngineError if vLLM doesn't start.
+    Raises EngineError if vLLM doesn't start.
     """
     from ..engines.servers.connect import connect
     from ..engines.servers.launch import LocalServer, OwnServer, flags_of
 
     renderer = config.renderer.load(config.model)
     if config.urls:
-        return await connect(config, renderer, weights=weights, adapters=adapters)
+        return await connect(config, renderer, weights=weights)
+    way = config.weights if weights else None
     try:
         local = LocalServer(
             model_folder(config.model),
             control=weights,
-            transfer=weights and config.publish == "transfer",
-            lora_rank=adapters.rank if weights and adapters is not None else None,
+            transfer=isinstance(way, Transfer),
+            lora_rank=way.rank if isinstance(way, Adapters) else None,
             options=flags_of(config.options),
         )
     except ValueError as error:
         raise UsageError(f"engine: {error}") from error
     await local.start()
     own = OwnServer(local, seconds=config.seconds)
-    return await connect(config, renderer, weights=weights, adapters=adapters, servers=[own])
+    return await connect(config, renderer, weights=weights, servers=[own])
 
 
 def _script(config: ScriptedConfig) -> Sequence[str] | Policy:

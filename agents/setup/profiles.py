@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from ...tapes.common.hub import local_folder
 from ...tapes.common.text import logger
 from ..engines.embedded.pretrained import ADAPTERS
+from ..engines.servers.server_config import Adapters
 
 log = logger("profile")
 TINY, LIGHT, LARGE = 10_000_000, 400_000_000, 1_500_000_000
@@ -140,7 +141,7 @@ def fill(config: ConfigT, rows: Iterable[Default], policy: object, above: str = 
     engine: Any = getattr(policy, "engine")  # noqa: B009
     trainer = getattr(policy, "trainer", None)
     model = None if engine.kind == "litellm" else getattr(engine, "model", None)
-    lora = getattr(trainer, "lora", None) is not None
+    adapted = getattr(trainer, "lora", None) is not None or isinstance(getattr(engine, "weights", None), Adapters)
     if model is None or local_folder(model) is None:
         return config
     shape = shape_of(model)
@@ -154,7 +155,7 @@ def fill(config: ConfigT, rows: Iterable[Default], policy: object, above: str = 
         key, source, factor = row.key, row.source, row.far
         if "checkpointing" in key and (shape is None or shape.drops):
             continue  # the trainer refuses checkpointing for a model with dropout
-        value = row.value(name, lora)
+        value = row.value(name, adapted)
         made, present = _put(config, key.split("."), value)
         if made != config:
             config, filled = made, [*filled, f"{above}{key}={value}"]

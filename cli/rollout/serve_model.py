@@ -51,13 +51,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--transfer",
         action="store_true",
-        help="also receive weights by vLLM's weight-transfer routes (engine.publish=transfer)",
+        help="also receive weights by vLLM's weight-transfer routes (engine.weights=transfer)",
     )
     parser.add_argument(
-        "--nccl", action="store_true", help="also receive weights by NCCL from the trainer's GPU (engine.publish=nccl)"
+        "--nccl",
+        action="store_true",
+        help="also receive weights by NCCL from the trainer's GPU (engine.weights=broadcast)",
     )
     parser.add_argument(
-        "--lora", type=at_least(1), metavar="RANK", help="receive LoRA adapters of this rank (engine.publish=lora)"
+        "--lora",
+        type=at_least(1),
+        metavar="RANK",
+        help="receive LoRA adapters of this rank (engine.weights.kind=adapters)",
     )
     parser.add_argument("--python", default=sys.executable, help="Python interpreter that has vLLM (default: this one)")
     parser.add_argument("--log", type=Path, default=Path("vllm.log"), help="file for vLLM's output (default vllm.log)")

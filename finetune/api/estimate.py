@@ -9,6 +9,7 @@ from __future__ import annotations
 from ...agents.setup.engine_config import EmbeddedConfig
 from ...agents.setup.profiles import shape_of
 from ..loop.loop_config import OWN, SECOND
+from ..run.player_config import adapters_of
 from ..run.train_config import TrainConfig
 
 WIDE, NARROW = 4, 2
@@ -38,7 +39,8 @@ def estimate(config: TrainConfig, ranks: int = 1) -> dict[str, dict[str, float]]
     if shape is None:
         return None
     parts = ranks if config.processes.shard else 1
-    loop, lora, settings, evaluation = config.loop, config.trainer.lora, config.engine, config.evaluation
+    loop, settings, evaluation = config.loop, config.engine, config.evaluation
+    lora = adapters_of(settings, config.trainer)
     own, output = NARROW if config.trainer.dtype == "bfloat16" else WIDE, shape.vocabulary * shape.width
     capacity = settings.capacity or 4096  # the default of the embedded engine
     rows = 2 * (2 * shape.width + shape.queries + shape.keys) + 3 * (shape.width + shape.feed)

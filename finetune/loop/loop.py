@@ -341,10 +341,10 @@ class Loop:
             # The update runs in a thread, because in the event loop it would block every episode. Nothing else changes
             # the model, and engines sample from copies of the model, so no lock is needed.
             stats, uses = await asyncio.to_thread(self.history.update, plan, source)
-            weights, publish = await asyncio.to_thread(self.history.publish_record, self.config.publish)
+            weights, publish = await asyncio.to_thread(self.history.publish_record, self.config.in_flight)
             others = [
                 await asyncio.to_thread(
-                    player.update, player.plan(plan, self.config.max_lag), source, self.config.publish
+                    player.update, player.plan(plan, self.config.max_lag), source, self.config.in_flight
                 )
                 for player in self.players
             ]
@@ -361,10 +361,10 @@ class Loop:
             # An evaluation may be sampling with the engine's current weights. If so, wait until it has ended.
             await self._settled()
             started = time.perf_counter()
-            await self.engine.sync_weights(weights, publish.version, self.config.publish)
+            await self.engine.sync_weights(weights, publish.version, self.config.in_flight)
             self.publish_seconds += time.perf_counter() - started
             for player, (_, _, theirs, name) in zip(self.players, others, strict=True):
-                await player.engine.sync_weights(theirs, name.version, self.config.publish)
+                await player.engine.sync_weights(theirs, name.version, self.config.in_flight)
         await self._check_delivery(plan.tapes)
         self._note_skip(stats)
         self.rollouts.applied(plan.every, more=not self.done)

@@ -10,7 +10,8 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from ...agents.episode.limits import Limits
 from ...agents.setup.engine_config import CustomConfig, ServerConfig
 from ...agents.setup.setup import DatasetConfig
-from ...tapes.common.config import Config
+from ...tapes.common.config import Config, Keys, translation
+from ...tapes.common.config_yaml import Group
 from ...tapes.records import Sampling
 from ..trainer.options import CriticOptimiserConfig, OptimiserConfig
 
@@ -139,6 +140,12 @@ RECIPES += ("reinforce", "reinforce_plain", "reinforce_pp", "reinforce_pp_baseli
 """The names of all recipes. The module that defines the recipes has them too, but importing it would import torch."""
 
 
+@translation
+def _in_flight(settings: Group, keys: Keys, value: Any) -> tuple[Keys, Any]:
+    """Before `in_flight`, this setting was called `publish`."""
+    return (("loop", "in_flight"), value) if keys == ("loop", "publish") else (keys, value)
+
+
 def _named(value: object) -> object:
     """Turn a reference that is given only by name, such as `base`, into `{model: base}`."""
     return {"model": value} if isinstance(value, str) else value
@@ -212,9 +219,10 @@ class LoopConfig(RecipeConfig):
     """Settings of the critic. By default, a recipe that uses values has a critic, and other recipes have none."""
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
-    publish: Literal["reprefill", "drain"] = "reprefill"
+    in_flight: Literal["reprefill", "drain"] = "reprefill"
     """How unfinished completions are handled when the weights change. `reprefill` continues them with the new weights,
-    and `drain` finishes them with the old weights first. Log-probs are exact with both."""
+    and `drain` finishes them with the old weights first. Log-probs are exact with both. If servers take adapters, the
+    default is `drain`."""
     sleep: bool = False
     """Whether servers free their GPU memory during an update, so that the trainer can use the same GPU. Nothing can be
     sampled meanwhile, so max_lag must be 0."""

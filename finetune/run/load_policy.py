@@ -28,7 +28,7 @@ from ..objective.recipe import Recipe
 from ..trainer.checkpoint import Digest
 from ..trainer.distributed import Processes
 from ..trainer.ranks import Ranks
-from .player_config import Frozen, TrainedConfig, TrainerConfig
+from .player_config import Frozen, TrainedConfig, TrainerConfig, adapters_of
 from .trainer_factory import TrainerFactory, shared
 
 log = logger("train")
@@ -57,6 +57,7 @@ def load_policy(
     with. Its adapters, if any, are drawn from `seed`. `ranks` may share its weights. Raises UsageError if the models
     can't be used together."""
     ranks = ranks or Ranks()
+    trainer = trainer.model_copy(update={"lora": adapters_of(engine, trainer)})
     device = device_of(trainer.device)
     assert engine.model is not None, "checked when the configuration is read"
     found = load_pretrained(
@@ -106,7 +107,7 @@ def load_policy(
         slots=engine.slots,
         capacity=engine.capacity,
         attention=trainer.attention,
-        servers=_connection(engine, trainer),
+        servers=_connection(engine),
     )
 
 
@@ -138,14 +139,14 @@ def freeze(model: torch.nn.Module, vision: Vision, what: Frozen) -> None:
         module.requires_grad_(what != "vision")
 
 
-def _connection(engine: TrainedConfig, trainer: TrainerConfig) -> Callable[[], Awaitable[TrainableEngine]] | None:
+def _connection(engine: TrainedConfig) -> Callable[[], Awaitable[TrainableEngine]] | None:
     """Return a function that makes the loop's engine. Return None if the engine is embedded, because it then samples
     with a copy of the weights."""
     if isinstance(engine, EmbeddedConfig):
         return None
     if isinstance(engine, CustomConfig):
         return partial(_make_custom, engine)
-    return partial(connect_to, engine, weights=True, adapters=trainer.lora)
+    return partial(connect_to, engine, weights=True)
 
 
 async def _make_custom(engine: CustomConfig) -> TrainableEngine:

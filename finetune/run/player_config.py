@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from ...agents.engines.embedded.pretrained import Attention
+from ...agents.engines.servers.server_config import Adapters
 from ...agents.engines.weights.weight_config import AdapterConfig
 from ...agents.setup.engine_config import (
     AnyEngineConfig,
@@ -63,12 +64,20 @@ class TrainerConfig(ComputeConfig):
     attention: Attention | None = None
     """The attention implementation for training. None lets transformers choose. Sampling uses `sdpa` or `eager`."""
     lora: AdapterConfig | None = None
-    """Train these adapters instead of the model's own weights. With servers, set `engine.publish=lora` too."""
+    """Train these adapters instead of the model's own weights. With servers, `engine.weights` has them instead."""
     offload: bool = False
     """Whether the state of the optimiser is kept in main memory and copied to the device one weight at a time, for its
     step. This frees 8 bytes for each trained weight on the device, and the trained weights are the same."""
     freeze: Frozen | None = None
     """Which part of a vision model isn't trained: `tower` (the default), `vision` (tower, projector) or `nothing`."""
+
+
+def adapters_of(engine: AnyEngineConfig, trainer: TrainerConfig) -> AdapterConfig | None:
+    """The settings of the adapters that are trained: with servers those in `engine.weights`, otherwise `trainer.lora`.
+    None if the model's own weights are trained."""
+    if isinstance(engine, ServerConfig) and isinstance(engine.weights, Adapters):
+        return engine.weights
+    return trainer.lora
 
 
 class PlayerConfig(PartnerConfig):
@@ -150,10 +159,11 @@ def check_engine(
             f"{name}.model is missing: training needs the folder of the model that the trainer holds, in Hugging Face "
             f"format. {name}.kind={engine.kind} receives its weights"
         )
-    if trainer.dtype != "float32" and trainer.lora is None:
+    if trainer.dtype != "float32" and adapters_of(engine, trainer) is None:
         raise ValueError(
             f"{trains}.dtype={trainer.dtype} rounds most of an update's small steps away: leave the weights "
-            f"in float32 and forward in it (loop.optimiser.autocast), or train adapters ({trains}.lora)"
+            f"in float32 and forward in it (loop.optimiser.autocast), or train adapters ("
+            + (f"{name}.weights.kind=adapters)" if isinstance(engine, ServerConfig) else f"{trains}.lora)")
         )
     ways = {
         "loop.optimiser": loop.optimiser,
@@ -165,30 +175,28 @@ def check_engine(
         raise ValueError(
             f"{trains}.attention={trainer.attention} has no kernels for float32: set {wide[0]}.autocast=bfloat16"
         )
-    publish = engine.publish if isinstance(engine, ServerConfig) else None
-    if publish == "lora" and trainer.lora is None:
+    way = engine.weights if isinstance(engine, ServerConfig) else None
+    if way is not None and trainer.lora is not None:
         raise ValueError(
-            f"{name}.publish=lora sends adapters, and {trains}.lora is not set: set {trains}.lora.rank=16, or "
-            f"{name}.publish=reload"
+            f"{trains}.lora trains adapters in this process, and servers get theirs by {name}.weights: "
+            + (
+                f"set {trains}.lora=null"
+                if engine.kind == "sglang"
+                else f"set {name}.weights.kind=adapters {name}.weights.rank={trainer.lora.rank}, and remove "
+                f"{trains}.lora"
+            )
         )
-    if publish not in (None, "lora") and trainer.lora is not None:
-        all_weights = f"{trains}.lora=null" + ("" if trainer.dtype == "float32" else f" and {trains}.dtype=float32")
-        adapters = "" if engine.kind == "sglang" else f"{name}.publish=lora and loop.publish=drain, or "
-        raise ValueError(
-            f"{name}.publish={publish} sends all weights, and {trains}.lora trains adapters alone: set "
-            f"{adapters}{all_weights}"
-        )
-    lora = trainer.lora
+    lora = adapters_of(engine, trainer)
     started = engine.options if isinstance(engine, ServerConfig) and not engine.urls else None
     if started is not None and lora is not None and lora.quantise and started.get("quantization") != "bitsandbytes":
         raise ValueError(
-            f"{trains}.lora.quantise={lora.quantise} trains adapters on weights of 4 bits, and the vLLM that the run "
+            f"{name}.weights.quantise={lora.quantise} trains adapters on weights of 4 bits, and the vLLM that the run "
             f"starts would sample with all bits: set {name}.options={{quantization: bitsandbytes}}"
         )
-    if publish == "lora" and loop.publish != "drain":
+    if isinstance(way, Adapters) and loop.in_flight != "drain":
         raise ValueError(
-            f"loop.publish={loop.publish} can't be done with adapters: a completion keeps the adapters that it began "
-            f"with, so set loop.publish=drain, or {name}.publish=reload"
+            f"loop.in_flight={loop.in_flight} can't be done with {name}.weights.kind=adapters: a completion keeps the "
+            f"adapters that it began with. Remove loop.in_flight, or set {name}.weights=reload"
         )
     if isinstance(engine, ServerConfig) and loop.sampling.barring:
         raise ValueError(
@@ -196,15 +204,15 @@ def check_engine(
             "which end tokens they leave out, so the trainer's log-probs would be of other distributions. Sample in "
             "this process (engine.kind=embedded), or remove it; `run` and `evaluation.sampling` take it"
         )
-    if engine.kind == "sglang" and loop.publish == "drain":
+    if engine.kind == "sglang" and loop.in_flight == "drain":
         raise ValueError(
-            f"loop.publish=drain: {name} is SGLang, which has no pause that lets requests end; set "
-            "loop.publish=reprefill, by which requests continue with the new weights"
+            f"loop.in_flight=drain: {name} is SGLang, which has no pause that lets requests end; set "
+            "loop.in_flight=reprefill, by which requests continue with the new weights"
         )
-    if loop.sleep and publish in (None, "lora") and not isinstance(engine, CustomConfig):
+    if loop.sleep and (way is None or isinstance(way, Adapters)) and not isinstance(engine, CustomConfig):
         what = (
             "an engine in this process, which shares the trainer's memory"
-            if publish is None
+            if way is None
             else "servers that take adapters, which must be awake for that"
         )
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -23,6 +23,7 @@ from .player_config import (
     Players,
     TrainedEngine,
     TrainerConfig,
+    adapters_of,
     check_engine,
     check_players_of,
 )
@@ -106,9 +107,9 @@ _OTHER_NAMES = {
     "gradient_accumulation_steps ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu": "loop.optimiser.micro_tokens",
     "learning_rate": "loop.optimiser.lr",
     "logger report_to": "trackers",
-    "lora_alpha": "trainer.lora.alpha",
-    "lora_r lora_rank": "trainer.lora.rank",
-    "lora_target_modules target_modules": "trainer.lora.targets",
+    "lora_alpha": "trainer.lora.alpha engine.weights.alpha",
+    "lora_r lora_rank": "trainer.lora.rank engine.weights.rank",
+    "lora_target_modules target_modules": "trainer.lora.targets engine.weights.targets",
     "lr_scheduler_type": "loop.optimiser.schedule.kind",
     "lr_warmup_steps warmup_steps": "loop.optimiser.schedule.warmup",
     "max_actor_ckpt_to_keep save_total_limit": "loop.keep_checkpoints",
@@ -133,13 +134,25 @@ _OTHER_NAMES = {
     "vllm_server_base_url vllm_server_host": "engine.urls",
 }
 """Names of settings in TRL and verl, with our settings. Several names or settings are separated by spaces."""
+_EARLIER_NAMES = {
+    "engine.publish": "engine.weights",
+    "engine.nccl": "engine.weights",
+    "engine.nccl.address": "engine.weights.address",
+    "engine.nccl.port": "engine.weights.port",
+    "loop.publish": "loop.in_flight",
+}
+"""Names of settings in earlier versions."""
+
+
+def _item(group: Any, name: str) -> Any:
+    return group.get(name) if isinstance(group, Mapping) else getattr(group, name, None)
 
 
 class TrainConfig(Setup, TrackedConfig):
     """The settings of a training run."""
 
     other_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        name: tuple(keys.split()) for names, keys in _OTHER_NAMES.items() for name in names.split()
+        name: tuple(keys.split()) for names, keys in (_OTHER_NAMES | _EARLIER_NAMES).items() for name in names.split()
     }
     engine: TrainedEngine
     """The model to train, and the engine that samples with it: an embedded engine, or one that receives the weights."""
@@ -160,14 +173,31 @@ class TrainConfig(Setup, TrackedConfig):
     def environment_seconds(self) -> float:
         return self.loop.limits.environment_seconds or super().environment_seconds
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drained_for_adapters(cls, data: Any) -> Any:
+        """Set the default of `loop.in_flight` if servers take adapters, with which completions keep their own."""
+        if not isinstance(data, Mapping):
+            return data
+        models = [data, *(data.get("players") or {}).values()]
+        ways = [_item(_item(one, "engine"), "weights") for one in models if not _item(one, "frozen")]
+        loop = data.get("loop") or {}
+        if (
+            isinstance(loop, Mapping)
+            and "in_flight" not in loop
+            and "adapters" in [_item(w, "kind") or w for w in ways]
+        ):
+            return {**data, "loop": {**loop, "in_flight": "drain"}}
+        return data
+
     @model_validator(mode="after")
     def _agree(self) -> TrainConfig:
         check_engine(self.engine, self.trainer, self.loop, warm=self.warm)
         check_players_of(self.players, self.loop, warm=self.warm is not None)
-        loop, evaluation, lora = self.loop, self.evaluation, self.trainer.lora
+        loop, evaluation, lora = self.loop, self.evaluation, adapters_of(self.engine, self.trainer)
         if self.processes.shard and lora is not None and lora.quantise is not None:
             raise ValueError(
-                f"trainer.lora.quantise={lora.quantise} makes weights of 4 bits, which can't be sharded as "
+                f"quantise={lora.quantise} of the adapters makes weights of 4 bits, which can't be sharded as "
                 "processes.shard=true asks: remove processes.shard, so that each process holds all of them"
             )
         if self.processes.sequence_parallel > 1 and self.trainer.attention not in (None, "sdpa"):

@@ -14,7 +14,7 @@ import json
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails
 
 from ..errors import OtherVersion, UsageError, short_repr
 from .arguments import NO_LONE, check_arguments
-from .config_yaml import DEPTH, LARGEST, YamlProblem, nested, read_value, read_yaml, write_yaml
+from .config_yaml import DEPTH, LARGEST, Group, YamlProblem, nested, read_value, read_yaml, write_yaml
 from .redact import holds_secret, without_secrets
 
 FORMAT = 1
@@ -38,11 +38,35 @@ FreeAtResume = WrapSerializer(lambda value, write, info: None if info.context ==
 """Annotates a setting that may differ when a run is resumed, for example a server's address. These settings affect
 neither samples nor updates."""
 ModelT = TypeVar("ModelT", bound=BaseModel)
+OriginT = TypeVar("OriginT")
 Keys = tuple[str, ...]
 Setting = str | tuple[str, object] | tuple[str, object, str]
 """A setting, as (key, value), (key, value, origin) or a string. The key is dotted, as in `train.lr`. Error messages
 show `origin` as the source. A string has the form `KEY=VALUE`, as on a command line, and its value is read as YAML."""
 _LONE = re.compile("[\ud800-\udfff]")
+
+
+Translation = Callable[[Group, Keys, Any], tuple[Keys, Any] | None]
+"""Gets all settings of a run's `config.yaml`, and the keys and value of one. Returns the keys and value that this
+setting has now, or None if it doesn't exist any more."""
+_translations: list[Translation] = []
+
+
+def translation(function: Translation) -> Translation:
+    """Decorate the function of a module with settings that reads settings of earlier versions."""
+    _translations.append(function)
+    return function
+
+
+def translated(values: Sequence[tuple[Keys, Any, OriginT]]) -> Iterator[tuple[Keys, Any, OriginT]]:
+    """Yield the settings of a run's `config.yaml` with the names and values that they have now."""
+    whole = nested((keys, value) for keys, value, _ in values)
+    for keys, value, origin in values:
+        found: tuple[Keys, Any] | None = (keys, value)
+        for one in _translations:
+            found = one(whole, *found) if found is not None else None
+        if found is not None:
+            yield *found, origin
 
 
 class Config(BaseModel):
@@ -231,7 +255,8 @@ def _add_file(layers: _Layers, path: Path) -> None:
         layers.put((), values, str(path))
     elif path.suffix in (".yaml", ".yml"):
         try:
-            for keys, value, line in read_yaml(text):
+            found = list(read_yaml(text))
+            for keys, value, line in translated(found) if layers.record is not None else found:
                 layers.put(keys, value, f"{path} line {line}")
         except YamlProblem as error:
             raise ConfigError(f"{path}: {error}") from None
@@ -339,14 +364,15 @@ def _nearest(cls: type[BaseModel], name: str, inside: Sequence[str]) -> str:
 
 
 def _renamed(cls: type[BaseModel], known: Sequence[str], name: str) -> Iterator[str]:
-    """Yield the settings that another framework calls like the last part of `name`. A setting in the same group is
-    preferred: `a.learning_rate` is `a.optimiser.lr`, and not `b.optimiser.lr`."""
-    *above, leaf = name.split(".")
-    for key in getattr(cls, "other_names", {}).get(leaf, ()):
+    """Yield the settings that another framework or an earlier version calls like the last parts of `name`. A setting in
+    the same group is preferred: `a.learning_rate` is `a.optimiser.lr`, and not `b.optimiser.lr`."""
+    table, path = getattr(cls, "other_names", {}), name.split(".")
+    n = next((n for n in range(len(path)) if ".".join(path[n:]) in table), len(path))
+    for key in table.get(".".join(path[n:]), ()):
         parts = key.split(".")
-        near = (".".join((*above, *parts[k:])) for k in range(len(parts)))
+        near = (".".join((*path[:n], *parts[k:])) for k in range(len(parts)))
         if parts[0] in known:
-            yield next((one for one in near if one in known), key)
+            yield next((one for one in near if any(_is_beside(k.split("."), one.split(".")) for k in known)), key)
 
 
 def _is_beside(group: list[str], above: list[str]) -> bool:

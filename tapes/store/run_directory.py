@@ -23,7 +23,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
-from ..common.config import AT_RESUME, FORMAT, ConfigError, check_version, dump_config, load_config
+from ..common.config import AT_RESUME, FORMAT, ConfigError, check_version, dump_config, load_config, translated
 from ..common.config_yaml import Group, YamlProblem, nested, read_yaml, settings_of
 from ..common.text import counted, logger
 from ..errors import Corrupt, NotATape, UsageError
@@ -344,7 +344,7 @@ def recorded_config(path: str | Path) -> Group:
         text = read_file(Path(path) / CONFIG).decode()
     except UnicodeDecodeError as error:
         raise YamlProblem(f"it is not UTF-8 text: {error}") from None
-    return nested((keys, value) for keys, value, _ in read_yaml(text))
+    return nested((keys, value) for keys, value, _ in translated(list(read_yaml(text))))
 
 
 def append_metrics(path: Path, line: Mapping[str, object], *, check: Check = lambda: None) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from tapereel.agents import rollout
 from tapereel.agents.engines.engine import Completion, EngineError, PromptTooLong, Request
-from tapereel.agents.engines.servers.server_config import ServerSettings
+from tapereel.agents.engines.servers.server_config import Adapters, Broadcast, Reload, ServerSettings, Transfer
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.weights.weight_sync import PublishFailed
 from tapereel.finetune.data.rows import rows
@@ -44,9 +44,12 @@ Answers = list[tuple[Request, Completion]]
 def servers(
     *urls: str, model: Any = ".", way: Any = "reload", weights_folder: Any = None, **more: Any
 ) -> ServerSettings:
-    """Settings of those servers."""
+    """Settings of those servers. `way` is `reload`, `transfer`, `lora`, `nccl` or a value of `weights`."""
+    ways = {"reload": Reload(), "transfer": Transfer(), "lora": Adapters(rank=2, alpha=4), "nccl": Broadcast()}
     folder = None if weights_folder is None else str(weights_folder)
-    return ServerSettings(model=str(model), urls=urls, publish=way, weights_folder=folder, **more)
+    return ServerSettings(
+        model=str(model), urls=urls, weights=ways[way] if isinstance(way, str) else way, weights_folder=folder, **more
+    )
 
 
 def ask(text: str = "abcd", seed: int = 1, on_partial: Any = None, **sampling: Any) -> Request:

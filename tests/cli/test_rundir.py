@@ -79,14 +79,14 @@ def everywhere(port: int, model: str = "m", rewards: str = "a:b") -> TrainConfig
     url = f"http://127.0.0.1:{port}"
     served = {"kind": "vllm", "model": model, "urls": [url] * (port % 3), "key_variable": f"KEY_{port}"}
     hosted = {"kind": "litellm", "model": "openai/m", "base_url": url}
-    nccl = {"publish": "nccl", "nccl": {"address": "10.0.0.1", "port": port}} if port % 3 == 2 else {"publish": "nccl"}
+    nccl = {"kind": "broadcast", **({"address": "10.0.0.1", "port": port} if port % 3 == 2 else {})}
     players = {
         "one": {"engine": served, "agents": ["one"], "frozen": True},
         "two": {"engine": hosted, "agents": ["two"], "frozen": True},
     }
     return TrainConfig.model_validate(
         {
-            "engine": {**served, **nccl, "weights_folder": f"weights/{port}"},
+            "engine": {**served, "weights": nccl, "weights_folder": f"weights/{port}"},
             "players": players,
             "loop": {"agents": ["me"], "teacher": {**served, "model": "teacher"}},
             "rewards": [rewards],

@@ -12,6 +12,7 @@ import pytest
 
 from tapereel.agents.engines.servers.connect import connect
 from tapereel.agents.engines.servers.launch import LocalServer
+from tapereel.agents.engines.servers.server_config import Adapters
 from tapereel.agents.engines.transport.http_channel import Server, ServerFailed
 
 from ..agents.served import Test, servers
@@ -79,8 +80,9 @@ def with_engine(server: str, folder: Path, tmp_path: Path) -> Callable[..., Any]
 
     def runs(test: Test, way: Any = "reload") -> Any:
         async def engine_of(way: Any) -> Any:
-            config = servers(server, model=folder, weights_folder=tmp_path, way=way)
-            return await connect(config, RENDERER, weights=True, adapters=ADAPTERS)
+            sent = Adapters(**dict(ADAPTERS)) if way == "lora" else way
+            config = servers(server, model=folder, weights_folder=tmp_path, way=sent)
+            return await connect(config, RENDERER, weights=True)
 
         async def whole() -> Any:
             version = f"base/{tmp_path.name}-{next(marks)}"

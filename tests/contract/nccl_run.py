@@ -2,7 +2,7 @@
 
     python nccl_run.py URL MODEL OTHER-WEIGHTS RUN SERVER-PID SECOND-URL SECOND-PID
 
-Publishes by `engine.publish=nccl` in the midst of answers, trains and resumes, then has the server's workers stand
+Publishes by `engine.weights=broadcast` in the midst of answers, trains and resumes, then has the server's workers stand
 still while weights are on their way. Then a second server takes part, is killed in the midst of a broadcast, and joins
 again when somebody has started it again. Prints one JSON object: what was sampled and with which version, what training
 came to, what was said of the server, which groups there were. `gloo_for_nccl` says what is not NCCL here.
@@ -126,7 +126,7 @@ def send_from_here() -> None:
 
 
 async def engine_of(lab: Lab, *urls: str, seconds: float = 120.0) -> RemoteEngine:
-    config = ServerSettings(model=str(lab.model), urls=urls, publish="nccl", control_seconds=seconds)
+    config = ServerSettings(model=str(lab.model), urls=urls, weights="broadcast", control_seconds=seconds)
     return await connect(config, lab.renderer, weights=True)
 
 
@@ -238,7 +238,7 @@ def trained(model: str, url: str, run: str) -> dict[str, Any]:
             "env": f"{SCENE}:Letters",
             "tasks": ["a", "b", "c", "d", "ab", "cd"],
             "evaluation": {"fraction": 0.34},
-            "engine": {"kind": "vllm", "model": model, "urls": [url], "publish": "nccl"},
+            "engine": {"kind": "vllm", "model": model, "urls": [url], "weights": "broadcast"},
             "loop": {
                 "updates": 3,
                 "groups": 4,

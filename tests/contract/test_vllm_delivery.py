@@ -46,7 +46,7 @@ class Long(EverySecond):
 
 def loop_on(store: Store, path: Path, engine: RemoteEngine, way: str, **changes: Any) -> Any:
     config = settings_of(
-        max_lag=1, publish="drain" if way == "lora" else "reprefill", sampler_tolerance=None, **changes
+        max_lag=1, in_flight="drain" if way == "lora" else "reprefill", sampler_tolerance=None, **changes
     )
     trained = add_adapters(policy(0), ADAPTERS, seed=0) if way == "lora" else policy(0)
     history = history_in(store, path, config, policy=trained, lineage=path.name)  # new to the server

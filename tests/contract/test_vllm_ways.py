@@ -93,7 +93,7 @@ def test_an_adapter_that_cannot_be_loaded_changes_nothing(with_engine: Callable[
     async def test(engine: AdapterEngine) -> None:
         first = f"{engine.version}+1"
         await engine.sync_weights(adapted(1).state_dict(), first)
-        with pytest.raises(ValueError, match=r"engine\.publish=reload"):
+        with pytest.raises(ValueError, match=r"engine\.weights=reload"):
             await engine.sync_weights(policy(1).state_dict(), f"{first}+none")
         with pytest.raises(ValueError, match="'reprefill'"):
             await engine.sync_weights(adapted(2).state_dict(), f"{first}+mode", "reprefill")
@@ -123,11 +123,10 @@ def test_training_adapters_publishes_adapters_only(server: str, folder: Path, tm
         "model": str(folder),
         "urls": [server],
         "weights_folder": str(tmp_path / "weights"),
-        "publish": "lora",
+        "weights": {"kind": "adapters", **ADAPTERS.model_dump()},
     }
-    scene["trainer"] = {"lora": ADAPTERS.model_dump()}
-    loop = settings_of(updates=4, max_lag=0, publish="drain")
-    with pytest.raises(ValueError, match=r"loop\.publish=drain"):
+    loop = settings_of(updates=4, max_lag=0, in_flight="drain")
+    with pytest.raises(ValueError, match=r"loop\.in_flight"):
         TrainConfig(**scene, engine=engine, loop=settings_of())
     config = TrainConfig(**scene, engine=engine, loop=loop)
     summary = train(config, tmp_path / "run")

@@ -133,7 +133,7 @@ def test_a_configuration_trains_a_tiny_model_of_its_architecture(
             served = Served(str(tmp_path / "model"), tmp_path / "log", *options, verb="serve model")
             servers.write_text(stack.enter_context(served).url)
             # The server has no route for `transfer`, which is vLLM's.
-            paths |= {"engine.urls": f"file:{servers}", "engine.publish": "reload"}
+            paths |= {"engine.urls": f"file:{servers}", "engine.weights": "reload"}
         sets = [word for key, value in {**SMALL, **paths}.items() for word in ("--set", f"{key}={value}")]
         assert main(["train", "--config", f"examples/{name}.yaml", "--out", str(run), "--json", *sets]) == 0
     printed: dict[str, Any] = json.loads(capsys.readouterr().out)

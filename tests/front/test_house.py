@@ -162,7 +162,7 @@ def test_explanations_do_not_count_as_length():
 
 
 def test_tapes_and_agents_name_no_setting_and_no_command_of_an_upper_floor():
-    assert list(places(ROOT)) == [], "give the remedy by its key: `remedy` in tapes/common/remedies.py"
+    assert list(places(ROOT)) == [], "give the remedy by its key: `remedy` in tapes/errors.py"
 
 
 def test_a_setting_and_a_command_of_an_upper_floor_are_found(tmp_path: Path):

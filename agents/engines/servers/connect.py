@@ -19,12 +19,11 @@ from ..engine import EngineError, error_text
 from ..transport.absence import Absence
 from ..transport.http_channel import Server, ServerFailed
 from ..transport.wire import field
-from ..weights.weight_config import AdapterConfig
 from ..weights.weight_sync import STARTED, UNKNOWN, VLLMReload, WeightSync, weight_version
 from ..weights.weight_transfer import NCCLGroup, NCCLTransfer, VLLMTransfer
 from .fleet import HEALTH_SECONDS, Member, is_away, log
 from .lora_servers import AdapterEngine
-from .server_config import NCCLConfig, ServerSettings, addresses
+from .server_config import Adapters, Broadcast, Reload, ServerSettings, Transfer, addresses
 from .server_engine import RemoteEngine
 from .server_probe import kind_of, probe
 from .sglang import SGLangWeights
@@ -44,16 +43,15 @@ async def connect(
     renderer: Renderer,
     *,
     weights: bool = False,
-    adapters: AdapterConfig | None = None,
     servers: Sequence[Server] = (),
 ) -> RemoteEngine:
     """Return an engine that samples from the servers in `config`. If `servers` are given, the engine uses these
     connections instead, and owns them.
 
     If `weights` is true, weight syncs are possible. Servers that were left paused are then resumed. Servers may have
-    different weights at first, because the first weight sync makes them equal. `adapters` has the settings for
-    `publish: lora`. The call waits until all servers answer, but at most `config.patience` seconds. If the addresses
-    are in a file, one server is enough. The others are named in a warning, and join when they answer as they should.
+    different weights at first, because the first weight sync makes them equal. The call waits until all servers answer,
+    but at most `config.patience` seconds. If the addresses are in a file, one server is enough. The others are named in
+    a warning, and join when they answer as they should.
 
     Raises EngineError if a server is unreachable or unsuitable, or if this process can't send weights to it. All
     servers are closed in this case."""
@@ -66,9 +64,8 @@ async def connect(
     unfit: list[Server] = []
     group: NCCLGroup | None = None
     try:
-        if weights and config.publish == "nccl":
-            nccl = config.nccl or NCCLConfig()
-            group = NCCLGroup(address=nccl.address, port=nccl.port, seconds=config.control_seconds)
+        if weights and isinstance(way := config.weights, Broadcast):
+            group = NCCLGroup(address=way.address, port=way.port, seconds=config.control_seconds)
         with Absence(config.patience).request() as tries:
             while True:
                 if isinstance(config.urls, str):
@@ -77,7 +74,7 @@ async def connect(
                     away += [server for server in unfit if server not in away]
                 there = [server for server in servers if server not in away]
                 try:
-                    engine = await _connected(config, renderer, weights, adapters, group, there)
+                    engine = await _connected(config, renderer, weights, group, there)
                     break
                 except Exception as error:  # an answer may cause any error, and a server that isn't needed ends no run
                     found = await _unfit(config, renderer, weights, there) if isinstance(config.urls, str) else []
@@ -110,7 +107,7 @@ async def _unfit(config: ServerSettings, renderer: Renderer, weights: bool, serv
     for server in servers:
         try:
             _, able = await probe(server, renderer, config.model)
-            if weights and config.publish != "lora":
+            if weights and not isinstance(config.weights, Adapters):
                 _check_takes_weights([server], able.takes_weights)
             able = replace(able, takes_weights=False)
             if first is not None and able != first:
@@ -136,7 +133,7 @@ async def _member(
         _, capabilities = await probe(server, renderer, config.model)
         if replace(capabilities, takes_weights=engine.capabilities.takes_weights) != engine.capabilities:
             raise EngineError(f"the servers differ: {server} is {capabilities}, and the others {engine.capabilities}")
-        if weights and config.publish != "lora":
+        if weights and not isinstance(config.weights, Adapters):
             _check_takes_weights([server], capabilities.takes_weights)
     except BaseException:
         await server.close()
@@ -148,12 +145,11 @@ async def _connected(
     config: ServerSettings,
     renderer: Renderer,
     weights: bool,
-    adapters: AdapterConfig | None,
     group: NCCLGroup | None,
     servers: Sequence[Server],
 ) -> RemoteEngine:
     """Do the same as `connect`, but without waiting for servers that don't answer."""
-    adapted = weights and config.publish == "lora"
+    adapters = config.weights if weights and isinstance(config.weights, Adapters) else None
     syncs = await _syncs(config, servers, weights, group)
     if weights:
         # A trainer that died during a weight sync leaves its servers paused. They must be resumed before the probe,
@@ -172,11 +168,11 @@ async def _connected(
             "weights can't be checked: start them with --enable-scale-out "
             f"({remedy('serve model', '`LocalServer`', flags='')} does)"
         )
-    if weights and not adapted:
+    if weights and adapters is None:
         _check_takes_weights(servers, all(capability.takes_weights for _, capability in found))
     labels = {await weight_version(server) for server in servers} if capabilities.versions else {None}
     if len(labels) > 1:
-        if not weights or adapted:
+        if not weights or adapters is not None:
             raise EngineError(
                 f"the servers have different weights, {sorted(map(str, labels))}: restart them with the same ones"
             )
@@ -185,9 +181,9 @@ async def _connected(
     version = labels.pop() or STARTED
     if not capabilities.seeds:
         _warn_of_seeds(servers[0].url)
-    if not weights or adapted:
+    if not weights or adapters is not None:
         await _warn_of_weights(servers, config, version)
-    if not adapted:
+    if adapters is None:
         if weights:
             for sync in syncs:
                 await sync.init()
@@ -241,15 +237,15 @@ def _check_takes_weights(servers: Sequence[Server], do: bool) -> None:
 async def _syncs(
     config: ServerSettings, servers: Sequence[Server], weights: bool, group: NCCLGroup | None
 ) -> list[WeightSync]:
-    """Return a `WeightSync` for each server. With `publish: nccl`, all of them share `group`. Raises EngineError if the
+    """Return a `WeightSync` for each server. For a broadcast, all of them share `group`. Raises EngineError if the
     configured way to receive weights doesn't exist for this kind of server."""
     kinds = [await kind_of(server) for server in servers]
     seconds = config.control_seconds
-    if weights and config.publish != "reload" and any(kind.startswith("SGLang") for kind in kinds):
-        raise EngineError(f"{kinds[0]} takes weights by engine.publish=reload only, not by {config.publish!r}")
+    if weights and not isinstance(config.weights, Reload) and any(kind.startswith("SGLang") for kind in kinds):
+        raise EngineError(f"{kinds[0]} takes weights by engine.weights=reload only, not by {config.weights.kind!r}")
     if group is not None:
         return [NCCLTransfer(server, group, seconds=seconds) for server in servers]
-    vllm = VLLMTransfer if weights and config.publish == "transfer" else VLLMReload
+    vllm = VLLMTransfer if weights and isinstance(config.weights, Transfer) else VLLMReload
     return [
         (SGLangWeights if kind.startswith("SGLang") else vllm)(server, seconds=seconds)
         for server, kind in zip(servers, kinds, strict=True)

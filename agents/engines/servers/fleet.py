@@ -29,7 +29,7 @@ from ..weights.weight_files import check_weights, write_weights
 from ..weights.weight_sync import PublishFailed, WeightSync, sync_servers, weight_version
 from ..weights.weight_transfer import SHARED_MEMORY
 from .health import RemoteStats, Wellness
-from .server_config import AddressesFile, ServerSettings, read_addresses
+from .server_config import AddressesFile, Broadcast, ServerSettings, Transfer, read_addresses
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,7 +111,8 @@ class Fleet:
         """For each address that can't take part, the reason that was logged last."""
         self._temporary: Path | None = None
         if config.weights_folder is None:
-            within = SHARED_MEMORY if config.publish in ("transfer", "nccl") and SHARED_MEMORY.is_dir() else None
+            local = isinstance(config.weights, Transfer | Broadcast) and SHARED_MEMORY.is_dir()
+            within = SHARED_MEMORY if local else None
             self._temporary = Path(tempfile.mkdtemp(prefix="tapereel-weights-", dir=within))
 
     @property

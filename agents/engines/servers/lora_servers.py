@@ -49,7 +49,7 @@ def adapters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not found:
         raise ValueError(
             f"none of the {len(state)} weights is an adapter's (`...lora_A.weight`): train a model with "
-            f"adapters{remedy('adapters', '')}, or publish whole weights (engine.publish=reload)"
+            f"adapters{remedy('adapters', '')}, or publish whole weights (engine.weights=reload)"
         )
     return found
 

@@ -8,19 +8,15 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from ....tapes.common.config import Config, FreeAtResume
 from ....tapes.common.redact import refuse_secret
 from ....tapes.common.text import logger
 from ....tapes.errors import UsageError
+from ..weights.weight_config import AdapterConfig
 
 log = logger("engine")
-
-PublishWay = Literal["reload", "lora", "transfer", "nccl"]
-"""How servers receive new weights. `reload`: every server reloads a folder. `transfer`: vLLM's weight-transfer routes
-read files in shared memory. `lora`: only adapters are sent, and each version has its own name. `nccl`: this process's
-GPU broadcasts to vLLM's GPUs."""
 
 
 def _check_address(url: str) -> str:
@@ -111,14 +107,47 @@ class RequestConfig(Config):
     """Seconds for which a request is repeated, for example while the server is paused or full."""
 
 
-class NCCLConfig(Config):
-    """The address where the trainer and the vLLM servers' workers meet."""
+class Reload(Config):
+    """All servers reload a folder."""
 
-    address: str = "127.0.0.1"
-    """An address of this machine that the workers can reach. Any process that can reach it could take a worker's place,
-    so use loopback or a private network."""
-    port: int | None = Field(default=None, ge=1, le=65535)
+    kind: Literal["reload"] = "reload"
+
+
+class Transfer(Config):
+    """The servers read shared memory, through vLLM's weight-transfer routes. They must be on this machine."""
+
+    kind: Literal["transfer"] = "transfer"
+
+
+class Adapters(AdapterConfig):
+    """Only adapters are trained and sent, and each version has its own name. Completions in flight keep theirs."""
+
+    kind: Literal["adapters"] = "adapters"
+
+
+class Broadcast(Config):
+    """A GPU of this process broadcasts the weights to the servers' GPUs over NCCL."""
+
+    kind: Literal["broadcast"] = "broadcast"
+    address: Annotated[str, FreeAtResume] = "127.0.0.1"
+    """An address of this machine that the servers' workers can reach. Any process that can reach it could take a
+    worker's place, so use loopback or a private network."""
+    port: Annotated[int | None, FreeAtResume] = Field(default=None, ge=1, le=65535)
     """Port at which this process waits for all workers. If it is None, a free port is used."""
+
+
+def _way(value: object) -> object:
+    """Read a string as the kind of a way."""
+    if isinstance(value, dict) and "kind" not in value:
+        raise ValueError("it has no kind: set weights.kind to reload, transfer, adapters or broadcast")
+    return {"kind": value} if isinstance(value, str) else value
+
+
+Weights = Annotated[
+    Annotated[Reload | Transfer | Adapters | Broadcast, Discriminator("kind")],
+    BeforeValidator(_way),
+]
+"""How servers receive new weights. A string is the kind of a way with its defaults."""
 
 
 class ServerSettings(RequestConfig):
@@ -131,15 +160,12 @@ class ServerSettings(RequestConfig):
     """Addresses of the servers, such as `http://127.0.0.1:8000`. With `file:PATH`, they are the lines of a file that is
     read again every ten seconds, so that servers can join and leave. If empty, the run starts vLLM on this machine,
     and stops it at the end."""
-    publish: PublishWay = "reload"
-    """How servers receive new weights. `reload`: all servers reload a folder. `transfer`: vLLM's weight-transfer routes
-    read shared memory. `nccl`: this process broadcasts the weights. `lora`: only adapters are sent (LoRA),
-    and each version has its own name."""
+    weights: Weights = Reload()
+    """How servers receive new weights: `reload` a folder, `transfer` by shared memory, `adapters` alone, or `broadcast`
+    over NCCL. A mapping has the way's own settings, such as {kind: adapters, rank: 16}."""
     weights_folder: Annotated[str | None, FreeAtResume] = None
     """The folder to which training writes new weights. The servers must be able to read it. If it is None, a temporary
     folder is used."""
     control_seconds: float = Field(default=120.0, gt=0)
     """Time limit, in seconds, for each step in a weight sync, such as a pause or a load. Only a broadcast over NCCL is
     retried, once."""
-    nccl: Annotated[NCCLConfig | None, FreeAtResume] = None
-    """Address and port for `publish: nccl`. If it is None, loopback and a free port are used."""

@@ -276,8 +276,8 @@ class NCCLGroup:
         cause = "" if why is None else f" Sending failed: {why}"
         return ServerFailed(
             f"{member.server} and this process did not get done over NCCL at {self._at} within {self._seconds:g} s "
-            "(engine.control_seconds): do its workers live, do they reach that address (engine.nccl.address), and has "
-            f"each a GPU of its own, other than ours?{cause}",
+            "(engine.control_seconds): do its workers live, do they reach that address (engine.weights.address), and "
+            f"has each a GPU of its own, other than ours?{cause}",
             retry=False,
         )
 
@@ -292,9 +292,9 @@ def sending_device() -> int:
         raise MissingExtra(error.name or "vllm", "vllm", "publishing weights over NCCL") from error
     if not torch.cuda.is_available():
         raise EngineError(
-            "engine.publish=nccl broadcasts weights from a GPU of this process, and torch finds no CUDA "
+            "engine.weights=broadcast sends weights from a GPU of this process, and torch finds no CUDA "
             f"device here (torch {torch.__version__}): train where there is one that no server uses, or "
-            "publish by engine.publish=reload, or =transfer on one machine"
+            "set engine.weights=reload, or =transfer on one machine"
         )
     return torch.cuda.current_device()
 
@@ -377,7 +377,7 @@ def port_at(address: str, port: int | None) -> int:
         free = free_port(address)
     except OSError as error:
         raise EngineError(
-            f"engine.nccl.address={address!r}: this process can't wait for the servers' workers there "
+            f"engine.weights.address={address!r}: this process can't wait for the servers' workers there "
             f"({error}): give an address of this machine that they reach"
         ) from error
     return free if port is None else port

@@ -197,7 +197,7 @@ def test_a_rank_holds_its_part_and_rank_0_the_engine(
     long = memory(4, *SERVERS, "processes.sequence_parallel=4", f"loop.optimiser.micro_tokens={1 << 18}")
     assert long["activations"] == memory(4, *SERVERS, f"loop.optimiser.micro_tokens={1 << 16}")["activations"]
     # With adapters, each rank first loads the whole model.
-    lora = ["trainer.lora.rank=2", "engine.publish=lora", "loop.publish=drain", "loop.optimiser.micro_tokens=64"]
+    lora = ["engine.weights.kind=adapters", "engine.weights.rank=2", "loop.optimiser.micro_tokens=64"]
     assert memory(64, *SERVERS, *lora, "engine.capacity=64").keys() == {"weights of all ranks", "sum"}
     monkeypatch.setenv("WORLD_SIZE", "4")
     words = [word for one in SERVERS for word in ("--set", one)]

@@ -49,17 +49,16 @@ def test_a_run_that_trains_adapters_publishes_checkpoints_and_derives_them_again
                 "model": str(folder),
                 "urls": [url],
                 "weights_folder": str(tmp_path / "weights"),
-                "publish": "lora",
+                "weights": {"kind": "adapters", "rank": 2, "alpha": 4},
             },
-            "trainer": {"lora": {"rank": 2, "alpha": 4}},
         }
-        with pytest.raises(ValueError, match=r"loop\.publish=reprefill.*loop\.publish=drain"):
+        with pytest.raises(ValueError, match=r"loop\.in_flight=reprefill.*engine\.weights=reload"):
             TrainConfig(**scene, loop=settings_of())
         # The made-up log-probs are nobody's, so they can't be compared with the trainer's.
         loop = settings_of(
             updates=3,
             max_lag=0,
-            publish="drain",
+            in_flight="drain",
             sampler_tolerance=1e6,
             recipe="reinforce_plain",
             changes={"regulariser": [{"kind": "kl", "beta": 0.01}]},

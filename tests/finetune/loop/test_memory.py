@@ -141,15 +141,13 @@ def test_adapters_are_trained_on_a_model_of_4_bits(tmp_path: Path, capsys: pytes
     ("changes", "code", "says"),
     [
         ({"trainer": {"lora": {"quantise": "int4"}}}, 64, r"trainer\.lora\.quantise.*'nf4'"),
-        ({"trainer": QUANTISED, "processes": {"shard": True}}, 64, r"trainer\.lora\.quantise=nf4.*processes\.shard"),
+        ({"trainer": QUANTISED, "processes": {"shard": True}}, 64, r"quantise=nf4.*processes\.shard"),
         (
             {
-                "trainer": QUANTISED,
-                "engine": {"kind": "vllm", "model": "m", "publish": "lora"},
-                "loop": {"publish": "drain"},
+                "engine": {"kind": "vllm", "model": "m", "weights": {"kind": "adapters", "quantise": "nf4"}},
             },
             64,
-            r"trainer\.lora\.quantise=nf4.*engine\.options",
+            r"engine\.weights\.quantise=nf4.*engine\.options",
         ),
         ({"trainer": QUANTISED}, 1, r"bitsandbytes.*tapereel\[qlora\]"),
     ],

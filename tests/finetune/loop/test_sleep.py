@@ -96,7 +96,7 @@ def test_a_server_is_woken_where_an_update_failed(folder: Path, tmp_path: Path) 
     ("engine", "loop", "why"),
     [
         ({}, {"max_lag": 1}, "max_lag=1.*max_lag=0"),
-        ({"publish": "lora"}, {"publish": "drain"}, r"`loop\.sleep`.*\badapters\b"),
+        ({"weights": "adapters"}, {}, r"`loop\.sleep`.*\badapters\b"),
         ({"kind": "embedded"}, {}, r"`loop\.sleep`.*\bprocess\b"),
     ],
 )
@@ -104,8 +104,6 @@ def test_what_can_not_sleep_is_refused(folder: Path, engine: dict[str, Any], loo
     settings = scene(folder, "http://127.0.0.1:1", **engine)
     if engine.get("kind") == "embedded":
         del settings["engine"]["urls"]
-    if engine.get("publish") == "lora":
-        settings["trainer"] = {"lora": {"rank": 2}}
     with pytest.raises(ValueError, match=why):
         TrainConfig.model_validate({**settings, "loop": {"sleep": True, "max_lag": 0, **loop}})
 

@@ -26,10 +26,11 @@ from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.run.train_run import train
 from tapereel.finetune.trainer.checkpoint import checkpoints
 from tapereel.finetune.trainer.ranks import Ranks
-from tapereel.tapes.common.config import ConfigError, load_config
+from tapereel.tapes.common.config import ConfigError, dump_config, load_config
+from tapereel.tapes.common.config_yaml import write_yaml
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.records import Record, Use
-from tapereel.tapes.store.run_directory import read_metrics
+from tapereel.tapes.store.run_directory import read_metrics, recorded_config
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.view.run_view import RunView
 
@@ -341,48 +342,114 @@ def test_players_that_make_no_sense_are_refused(models: Path, tmp_path: Path, ch
 
 
 def test_adapters_of_a_player_drain_as_those_of_the_loop_do(models: Path):
-    engine = {"kind": "vllm", "model": "x", "urls": ["http://127.0.0.1:1"], "publish": "lora"}
-    player = {"agents": [SEEKER], "engine": engine, "trainer": {"lora": {"rank": 2}}}
-    with pytest.raises(ValueError, match=r"loop\.publish=drain.*players\.seeker\.engine\.publish=reload"):
-        config(models, players={"seeker": player})
-    assert config(models, players={"seeker": player}, publish="drain").players["seeker"].engine.kind == "vllm"
+    engine = {"kind": "vllm", "model": "x", "urls": ["http://127.0.0.1:1"], "weights": {"kind": "adapters", "rank": 2}}
+    player = {"agents": [SEEKER], "engine": engine}
+    with pytest.raises(ValueError, match=r"loop\.in_flight=reprefill.*players\.seeker\.engine\.weights=reload"):
+        config(models, players={"seeker": player}, in_flight="reprefill")
+    made = config(models, players={"seeker": player})
+    assert (made.players["seeker"].engine.kind, made.loop.in_flight) == ("vllm", "drain")
+    assert config(models, players={"seeker": {**player, "frozen": True}}).loop.in_flight == "reprefill"
+
+
+SERVED = [("agent", "a:a"), ("env", "a:e"), ("tasks", "a:t")]
+SERVED += [("engine", {"kind": "vllm", "model": "x", "urls": ["http://127.0.0.1:1"]})]
 
 
 @pytest.mark.parametrize(
-    ("sets", "says", "remedy"),
+    ("sets", "begins", "remedy"),
     [
-        (["engine.publish=lora"], "engine.publish=lora sends adapters", ["trainer.lora.rank=16", "loop.publish=drain"]),
-        (["engine.publish=lora"], "engine.publish=lora sends adapters", ["engine.publish=reload"]),
-        (
-            ["engine.publish=transfer", "trainer.lora.rank=2", "trainer.dtype=bfloat16"],
-            "engine.publish=transfer sends all weights",
-            ["engine.publish=lora", "loop.publish=drain"],
-        ),
         (
             ["trainer.lora.rank=2", "trainer.dtype=bfloat16"],
-            "engine.publish=reload sends all weights",
-            ["trainer.lora=null", "trainer.dtype=float32"],
+            "trainer.lora",
+            ["engine.weights.kind=adapters", "engine.weights.rank=2", "trainer.lora=null"],
         ),
-        (
-            ["engine.kind=sglang", "trainer.lora.rank=2"],
-            "engine.publish=reload sends all weights",
-            ["trainer.lora=null"],
-        ),
+        (["engine.kind=sglang", "trainer.lora.rank=2"], "trainer.lora", ["trainer.lora=null"]),
+        (["trainer.dtype=bfloat16"], "trainer.dtype=bfloat16", ["engine.weights.kind=adapters"]),
+        (["engine.weights=adapters", "loop.in_flight=reprefill"], "loop.in_flight", ["engine.weights=reload"]),
+        (["engine.weights.kind=transfer", "engine.weights.rank=2"], "unknown key", ["engine.weights=adapters"]),
+        (["engine.weights=lora"], "engine.weights", ["engine.weights=adapters"]),
+        (["engine.weights.rank=2"], "engine.weights", ["engine.weights.kind=adapters"]),
+        (["engine.kind=sglang", "engine.weights=adapters"], "engine", ["engine.weights=reload"]),
     ],
 )
-def test_adapters_and_a_way_to_send_whole_weights_are_refused_with_what_to_set(
-    sets: list[str], says: str, remedy: list[str]
+def test_ways_to_send_weights_that_make_no_sense_are_refused_with_what_to_set(
+    sets: list[str], begins: str, remedy: list[str]
 ):
-    scene = {"agent": "a:a", "env": "a:e", "tasks": "a:t"}
-    engine = {"kind": "vllm", "model": "x", "urls": ["http://127.0.0.1:1"]}
-    given = [*scene.items(), ("engine", engine), *sets]
     with pytest.raises(ConfigError) as refused:
-        load_config(TrainConfig, None, given)
+        load_config(TrainConfig, None, [*SERVED, *sets])
     told = str(refused.value)
-    assert told.startswith(says)
+    assert told.startswith(begins)
     assert "127.0.0.1" not in told, "the other settings"
-    assert all(one in told for one in remedy if one != "loop.publish=drain" or "sends all" in says)
-    assert load_config(TrainConfig, None, [*given, *remedy])
+    assert load_config(TrainConfig, None, [*SERVED, *sets, *remedy])
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now"),
+    [
+        ("engine.publish=lora", "engine.weights"),
+        ("engine.nccl.port=3", "engine.weights.port"),
+        ("loop.publish=drain", "loop.in_flight"),
+        ("players.x.engine.publish=transfer", "players.x.engine.weights"),
+    ],
+)
+def test_a_new_configuration_with_an_earlier_name_gets_the_new_one(earlier: str, now: str):
+    player = [("players.x", {"agents": ["b"], "engine": {"kind": "vllm", "model": "x"}})]
+    with pytest.raises(ConfigError, match=rf"unknown key .*did you mean {re.escape(now)}\?"):
+        load_config(TrainConfig, None, [*SERVED, *player, earlier])
+
+
+EARLIER = {
+    "reload": ({"publish": "reload", "nccl": None}, None, {"kind": "reload"}),
+    "transfer": ({"publish": "transfer", "nccl": None}, None, {"kind": "transfer"}),
+    "nccl": (
+        {"publish": "nccl", "nccl": {"address": "10.0.0.1", "port": 7}},
+        None,
+        {"kind": "broadcast", "address": "10.0.0.1", "port": 7},
+    ),
+    "nccl anywhere": ({"publish": "nccl", "nccl": None}, None, {"kind": "broadcast"}),
+    "lora": (
+        {"publish": "lora", "nccl": None},
+        {"rank": 3, "alpha": 6, "targets": ["q_proj"], "quantise": None},
+        {"kind": "adapters", "rank": 3, "alpha": 6, "targets": ["q_proj"], "quantise": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("way", EARLIER)
+def test_a_recorded_configuration_with_earlier_names_is_read_with_the_new_ones(way: str, tmp_path: Path):
+    before, lora, now = EARLIER[way]
+    server = {"kind": "vllm", "model": "x", "urls": ["http://127.0.0.1:1"]}
+    mode = "drain" if lora else "reprefill"
+    player = {"agents": ["b"], "trainer": {"lora": lora}}
+    shared = dict(SERVED)
+    old = shared | {
+        "engine": {**server, **before},
+        "trainer": {"lora": lora},
+        "loop": {
+            "publish": mode,
+            "agents": ["a"],
+            "teacher": {**server, "model": "y", "publish": "reload", "nccl": None},
+        },
+        "players": {"x": {**player, "engine": {**server, **before}}},
+    }
+    new = shared | {
+        "engine": {**server, "weights": now},
+        "loop": {"in_flight": mode, "agents": ["a"], "teacher": {**server, "model": "y"}},
+        "players": {"x": {"agents": ["b"], "engine": {**server, "weights": now}}},
+    }
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(write_yaml(old))
+    with pytest.raises(ConfigError, match="publish"):
+        load_config(TrainConfig, run / "config.yaml")  # not a run's record
+    (run / "results.json").write_text('{"format": 1}')
+    found = load_config(TrainConfig, run / "config.yaml")
+    assert found == TrainConfig.model_validate(new)
+    recorded = recorded_config(run)
+    assert recorded["engine"]["weights"] == now
+    assert "publish" not in str(recorded)
+    (run / "config.yaml").write_text(dump_config(found))
+    assert load_config(TrainConfig, run / "config.yaml") == found
 
 
 def test_models_that_write_otherwise_are_refused_before_anything_is_written(models: Path, tmp_path: Path):

@@ -21,7 +21,6 @@ from tapereel.agents.engines.servers import fleet
 from tapereel.agents.engines.servers.connect import connect
 from tapereel.agents.engines.servers.server_config import addresses
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
-from tapereel.agents.engines.weights.weight_config import AdapterConfig
 from tapereel.agents.engines.weights.weight_sync import PublishFailed
 from tapereel.cli import main
 from tapereel.tapes.errors import UsageError
@@ -72,7 +71,7 @@ def using(found: list[FaultyServer], test: Callable[[Any, list[str]], Awaitable[
             if path is not None:
                 path.write_text("".join(f"{url}\n" for url in urls[:named]))
                 config = config.model_copy(update={"urls": f"file:{path}"})
-            engine = await connect(config, RENDERER, weights=weights, adapters=AdapterConfig(rank=2, alpha=4))
+            engine = await connect(config, RENDERER, weights=weights)
             try:
                 await test(engine, urls)
             finally:

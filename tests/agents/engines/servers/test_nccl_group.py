@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 from tapereel.agents.engines.engine import EngineStopped
 from tapereel.agents.engines.servers import fleet
 from tapereel.agents.engines.servers.connect import connect
-from tapereel.agents.engines.servers.server_config import NCCLConfig
+from tapereel.agents.engines.servers.server_config import Broadcast
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.transport.http_channel import free_port
 from tapereel.agents.engines.weights import weight_transfer as transfer
@@ -148,7 +148,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[list[str]]]:
 def using(found: list[Workers], test: Callable[[Any, list[str]], Awaitable[Any]], **options: Any) -> None:
     async def whole() -> None:
         async with up(*found) as urls:
-            given = {"way": "nccl", "nccl": NCCLConfig(port=free_port("127.0.0.1"))} | options
+            given = {"way": Broadcast(port=free_port("127.0.0.1"))} | options
             config = settings(*urls, **given)
             engine = await connect(config, RENDERER, weights=True)
             try:
@@ -221,7 +221,7 @@ def test_a_server_that_takes_no_weights_by_nccl_does_not_keep_the_others_from_th
         await engine.sync_weights(WEIGHTS, "run:1")
         assert await versions(engine) == [(urls[0], "run:1")]
         assert urls[1] in caplog.text
-        assert "serve --nccl" in caplog.text
+        assert "serve model --nccl" in caplog.text
         await engine.sync_weights(WEIGHTS, "run:2")
         assert await versions(engine) == [(urls[0], "run:2")]
 
@@ -241,7 +241,7 @@ def test_a_server_that_hangs_is_left_out_at_the_time_limit(tmp_path: Path, caplo
         await engine.sync_weights(WEIGHTS, "run:1")
         assert await versions(engine) == [(urls[0], "run:1")]
         (told,) = {record.getMessage() for record in caplog.records if "left out" in record.getMessage()}
-        for part in (urls[1], f"127.0.0.1:{well.groups[0][2]} ", " 0.5 s", "engine.nccl.address"):
+        for part in (urls[1], f"127.0.0.1:{well.groups[0][2]} ", " 0.5 s", "engine.weights.address"):
             assert part in told
 
     using([well, stuck], test, weights_folder=tmp_path, control_seconds=0.5)
@@ -295,7 +295,7 @@ def test_a_thread_that_ends_late_does_not_keep_the_port(tmp_path: Path, monkeypa
 
 
 def test_a_closed_engine_has_left_its_port(tmp_path: Path) -> None:
-    server, nccl = Workers(), NCCLConfig(port=free_port("127.0.0.1"))
+    server, way = Workers(), Broadcast(port=free_port("127.0.0.1"))
     engines = list[RemoteEngine]()
 
     async def test(engine: RemoteEngine, urls: list[str]) -> None:
@@ -303,5 +303,5 @@ def test_a_closed_engine_has_left_its_port(tmp_path: Path) -> None:
         await engine.sync_weights(WEIGHTS, f"run:{len(engines)}")
 
     for k in range(2):
-        using([server], test, weights_folder=tmp_path / str(k), nccl=nccl)
-    assert [group[2] for group in server.groups] == [nccl.port, nccl.port]
+        using([server], test, weights_folder=tmp_path / str(k), way=way)
+    assert [group[2] for group in server.groups] == [way.port, way.port]

@@ -22,7 +22,7 @@ from tapereel.agents.engines.servers.connect import DIFFERENT, connect
 from tapereel.agents.engines.servers.health import Wellness
 from tapereel.agents.engines.servers.launch import LocalServer, flags_of, lora_flags
 from tapereel.agents.engines.servers.lora_servers import AdapterEngine, adapters_in, write_adapter
-from tapereel.agents.engines.servers.server_config import NCCLConfig
+from tapereel.agents.engines.servers.server_config import Broadcast
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.transport.http_channel import Server
 from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
@@ -52,8 +52,7 @@ def using(servers: list[FaultyServer], test: Callable[[Any], Awaitable[Any]], **
             ups = [server.up() for server in servers]
             urls = [await up.__aenter__() for up in ups]
             try:
-                adapters = options.pop("adapters", None)
-                engine = await connect(settings(*urls, **options), RENDERER, weights=True, adapters=adapters)
+                engine = await connect(settings(*urls, **options), RENDERER, weights=True)
                 try:
                     return await test(engine)
                 finally:
@@ -123,24 +122,26 @@ def test_what_is_said_over_nccl() -> None:
 def test_nccl_is_a_setting_of_vllm_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Up to the first call of CUDA, which needs a GPU here and there."""
     given: dict[str, Any] = {"model": "m", "urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]}
-    config = ServerConfig.model_validate({**given, "publish": "nccl", "nccl": {"address": "10.0.0.1", "port": 29500}})
-    assert config.nccl == NCCLConfig(address="10.0.0.1", port=29500)
-    assert ServerConfig.model_validate({**given, "publish": "nccl"}).nccl is None
-    with pytest.raises(ValueError, match=r"nccl.*'reload'"):
-        ServerConfig.model_validate({**given, "nccl": {}})
-    ServerConfig.model_validate({**given, "publish": "nccl", "nccl": {"port": 65535}})  # the only port
-    with pytest.raises(ValueError, match=r"nccl.*publish=transfer"):
-        ServerConfig.model_validate({"model": "m", "publish": "nccl"})
+    config = ServerConfig.model_validate(
+        {**given, "weights": {"kind": "broadcast", "address": "10.0.0.1", "port": 29500}}
+    )
+    assert config.weights == Broadcast(address="10.0.0.1", port=29500)
+    assert ServerConfig.model_validate({**given, "weights": "broadcast"}).weights == Broadcast()
+    with pytest.raises(ValueError, match="port"):
+        ServerConfig.model_validate({**given, "weights": {"kind": "reload", "port": 29500}})
+    ServerConfig.model_validate({**given, "weights": {"kind": "broadcast", "port": 65535}})  # the only port
+    with pytest.raises(ValueError, match=r"broadcast.*weights=transfer"):
+        ServerConfig.model_validate({"model": "m", "weights": "broadcast"})
     assert main(["serve", "model", str(tmp_path), "--nccl", "--transfer"]) == 64
     assert re.search("--nccl .*--transfer .*--no-weights", capsys.readouterr().err)
-    with pytest.raises(ValueError, match=r"nccl.*publish=reload"):
-        ServerConfig.model_validate({**given, "kind": "sglang", "publish": "nccl"})
+    with pytest.raises(ValueError, match=r"broadcast.*weights=reload"):
+        ServerConfig.model_validate({**given, "kind": "sglang", "weights": "broadcast"})
 
 
 def test_the_workers_come_to_one_port_of_this_machine() -> None:
     assert port_at("127.0.0.1", 29500) == 29500
     assert 0 < port_at("127.0.0.1", None) <= 65535
-    with pytest.raises(EngineError, match=r"engine\.nccl\.address='192\.0\.2\.1'"):
+    with pytest.raises(EngineError, match=r"engine\.weights\.address='192\.0\.2\.1'"):
         port_at("192.0.2.1", 29500)
 
 
@@ -159,7 +160,7 @@ def test_without_vllm_or_a_gpu_nothing_is_connected_for_nccl(monkeypatch: pytest
     ):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(EngineError, match=r"engine\.publish=nccl.*engine\.publish=reload"):
+    with pytest.raises(EngineError, match=r"engine\.weights=broadcast.*engine\.weights=reload"):
         using([FaultyServer()], never, way="nccl")
 
 
@@ -233,7 +234,7 @@ def test_a_server_that_a_dead_trainer_left_paused_is_freed(way: str, begun: bool
     assert server.control[: len(named) + 4] == ["/pause", "/wake_up", "/pause", *named, "/resume"]
     server.paused = True
     with pytest.raises(EngineError, match=r"adapters.*'unknown: "):
-        using([server], test, way="lora", adapters=ADAPTERS)
+        using([server], test, way="lora")
 
 
 def test_servers_with_different_weights_are_connected_for_training_alone() -> None:
@@ -251,7 +252,7 @@ def test_servers_with_different_weights_are_connected_for_training_alone() -> No
     using([ahead, anew], test)
     ahead.version, anew.version = "run:7", "default"
     with pytest.raises(EngineError, match=r"\['default', 'run:7'\]"):
-        using([ahead, anew], test, way="lora", adapters=ADAPTERS)
+        using([ahead, anew], test, way="lora")
 
 
 # -- adapters -----------------------------------------------------------------------------------------------------
@@ -311,7 +312,7 @@ def test_each_version_is_an_adapter_and_those_that_nobody_uses_are_unloaded(tmp_
         with pytest.raises(EngineError, match=r"somebody's.*'default'"):
             await engine.complete(ask())
 
-    using([server], test, way="lora", adapters=ADAPTERS, weights_folder=tmp_path)
+    using([server], test, way="lora", weights_folder=tmp_path)
 
 
 def test_an_adapter_that_one_server_refuses_is_taken_back_from_the_others(tmp_path: Path) -> None:
@@ -325,7 +326,7 @@ def test_an_adapter_that_one_server_refuses_is_taken_back_from_the_others(tmp_pa
         assert well.told[-1] == ("/v1/unload_lora_adapter", {"lora_name": "run:2"})
         assert (await engine.complete(ask())).spans == (("run:1", 0, 5),)
 
-    using([well, ill], test, way="lora", adapters=ADAPTERS, weights_folder=tmp_path)
+    using([well, ill], test, way="lora", weights_folder=tmp_path)
 
 
 def test_a_rank_that_vllm_does_not_take_is_refused_and_another_is_rounded_up() -> None:

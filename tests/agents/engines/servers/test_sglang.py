@@ -309,8 +309,8 @@ def test_a_vllm_server_with_the_weights_of_an_earlier_run_is_named(caplog: pytes
 
 def test_drain_is_refused_where_the_configuration_is_read() -> None:
     engine = ServerConfig(kind="sglang", model="m", urls=("http://127.0.0.1:1",))
-    with pytest.raises(ValueError, match=r"loop\.publish=drain.*loop\.publish=reprefill"):
-        check_engine(engine, TrainerConfig(), LoopConfig(publish="drain"))
+    with pytest.raises(ValueError, match=r"loop\.in_flight=drain.*loop\.in_flight=reprefill"):
+        check_engine(engine, TrainerConfig(), LoopConfig(in_flight="drain"))
     check_engine(engine, TrainerConfig(), LoopConfig())
 
 
@@ -351,9 +351,9 @@ def test_scores_of_given_tokens_are_not_claimed() -> None:
 
 
 def test_other_ways_to_publish_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"transfer.*publish=reload"):
-        ServerConfig(kind="sglang", model="m", urls=("http://127.0.0.1:1",), publish="transfer")
-    with pytest.raises(EngineError, match=r"engine\.publish=reload.*'transfer'"):
+    with pytest.raises(ValueError, match=r"transfer.*weights=reload"):
+        ServerConfig(kind="sglang", model="m", urls=("http://127.0.0.1:1",), weights="transfer")
+    with pytest.raises(EngineError, match=r"engine\.weights=reload.*'transfer'"):
         using(SGLangServer(), lambda engine: engine.complete(ask()), way="transfer")
 
 
