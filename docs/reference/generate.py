@@ -1,5 +1,5 @@
-"""Writes the reference that is generated from code: settings, records, verbs, errors and, for mkdocstrings, the public
-names.
+"""Writes the reference that is generated from code: settings, records, verbs, errors, the path of one update and, for
+mkdocstrings, the public names.
 
 python docs/reference/generate.py            write the pages
 python docs/reference/generate.py --check    write nothing; the exit code is 1 if a page isn't current
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from enum import Enum
 from functools import cache
 from pathlib import Path
+from textwrap import dedent
 from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel
@@ -39,12 +40,106 @@ ROOTS = {
     "demo --pictures": "finetune.run.demonstrations.PicturesDemoConfig",
 }
 """Verb -> the class of its settings."""
+UPDATE = {
+    "finetune.loop.loop:Loop._update": (
+        "The loop has taken a batch of finished groups. The order of the rest never changes: train, make the records "
+        "durable, give the engine the new weights."
+    ),
+    "finetune.loop.history:History.update": (
+        "One policy learns from the batch. `source` turns a tape into token rows, and the plan leaves out the tokens "
+        "that are too old. The result is the statistics and the `use` records."
+    ),
+    "finetune.trainer.distributed:Processes.updates": (
+        "The batch is divided among the processes. `on_all` sends each its share, and all of them run `_updates`, "
+        "which calls `train_on`. A run of one process has one share."
+    ),
+    "finetune.trainer.trainer:Trainer.train_on": (
+        "Advantages are computed once for the batch. Then each epoch takes one optimiser step per mini-batch."
+    ),
+    "finetune.trainer.trainer:Trainer.prepare": (
+        "The rows become one stream of tokens with a column for each fact. The other models score it: reference, "
+        "teacher and critic."
+    ),
+    "finetune.objective.loss:prepare": "The objective selects tokens and computes their advantages.",
+    "finetune.objective.loss:_advantages": (
+        "Four terms of the recipe, in order: the rewards, the baseline that they are compared with, the credit of each "
+        "token, and adjustments."
+    ),
+    "finetune.trainer.trainer:Trainer.step": (
+        "The gradient is computed, and the step is taken if all numbers are finite. The critic learns from the same "
+        "batch."
+    ),
+    "finetune.trainer.trainer:Trainer._gradient": "The weights of the tokens are fixed before the first micro-batch.",
+    "finetune.trainer.trainer:Trainer._accumulate": (
+        "Micro-batch by micro-batch, the model computes log-probs, the objective the loss, and torch the gradient."
+    ),
+    "finetune.objective.loss:Part.loss": "The loss of a token: the surrogate, and the KL and entropy terms.",
+    "finetune.loop.history:History.publish_record": (
+        "After the last step, the new weights get a version and a digest. `Loop._update` writes this record with the "
+        "others, and then passes the weights to the engine."
+    ),
+}
+"""The functions from tapes to published weights, in the order in which an update first calls them: module:name -> what
+to look at."""
 
 
 def pages() -> dict[str, str]:
     """Path below docs/reference -> text of each generated page."""
     found = {"settings.md": settings(), "records.md": records(), "verbs.md": verbs(), "errors.md": errors()}
+    found["one_update.md"] = one_update()
     return found | {f"api/{name}.md": api(name) for name in ("tapereel", *ROOMS)}
+
+
+def one_update() -> str:
+    """The functions of one update, whole."""
+    parts, lines = [], 0
+    for place, text in UPDATE.items():
+        module, name = place.split(":")
+        code = _source(module, name)
+        lines += code.count("\n") + 1
+        path = module.replace(".", "/") + ".py"
+        parts += [f"## `{name}`", "", f"[`{path}`](../../{path}): {text}", "", "```python", code, "```", ""]
+    drawing = re.search(
+        r"(?:^ .*\n|^\n)+", ast.get_docstring(_tree("finetune.trainer.updates"), clean=False) or "", re.M
+    )
+    assert drawing is not None
+    top = [
+        "# One update",
+        "",
+        NOTE,
+        "",
+        f"The path from tapes to published weights is {len(UPDATE)} functions in "
+        f"{len({place.split(':')[0] for place in UPDATE})} files. Here they are whole, {lines} lines, in the order in "
+        "which an update first calls them. [examples/flat_grpo.py](../../examples/flat_grpo.py) does the same in one "
+        "file of plain torch, without records, ranks or critics. [Architecture](../project/architecture.md) shows what "
+        "is around it.",
+        "",
+        "How processes share a batch (`finetune/trainer/updates.py`):",
+        "",
+        "```",
+        dedent(drawing[0].strip("\n")),
+        "```",
+        "",
+    ]
+    return "\n".join([*top, *parts]).rstrip() + "\n"
+
+
+def _source(module: str, name: str) -> str:
+    """The code of a function or method."""
+    node: ast.AST = _tree(module)
+    for part in name.split("."):
+        node = next(one for one in ast.iter_child_nodes(node) if getattr(one, "name", None) == part)
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+    return dedent("\n".join(_text(module).splitlines()[first - 1 : node.end_lineno]))
+
+
+def _text(module: str) -> str:
+    return (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+
+
+def _tree(module: str) -> ast.Module:
+    return ast.parse(_text(module))
 
 
 def api(name: str) -> str:
