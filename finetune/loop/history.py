@@ -143,9 +143,11 @@ class History:
         for tape in batch.beyond:
             log.warning("tape %s is set aside: it has a token id that isn't one of the model's %d", tape, vocabulary)
         plan = plan.model_copy(update={"beyond": tuple(batch.beyond)})
+        # A new phase begins with a new optimiser, because its recipe and learning rate are other ones.
         trainer, weights = self.enter(plan.phase), self.policy.weights
         trainer.version = self.version
         given = self.taught_rows(plan, batch)
+        # Also before the update: rounding is measured with the weights that sampled the tokens.
         rounded = self._rounding(batch)
         # Before the update, because it may change the reference.
         compared = weights.compared({name: getattr(plan, name, None) for name in trainer.others})
@@ -165,6 +167,7 @@ class History:
         self.updates += 1
         self.trained_tokens += sum(end - start for use in uses for _, _, start, end, _ in use.items)
         stats = together(steps)
+        # The first epoch's record has what is the same for all epochs.
         uses[0].info.update(pins={tape: list(pin) for tape, pin in pins.items()}, on=computed_on(trainer))
         uses[0].info.update(compared)
         if self.delivery.found:
@@ -208,6 +211,7 @@ class History:
 
     def _use(self, plan: Plan, batch: Batch, epoch: int, steps: list[UpdateStats]) -> Use:
         stats = together(steps)
+        # A skipped update trained on nothing, so its record lists all tokens as left out.
         used = weighed(batch.rows, stats.stream, stats.weight) if stats.applied else []
         for step in steps:
             if step.applied and step.shown is not None:

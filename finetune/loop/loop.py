@@ -265,6 +265,7 @@ class Loop:
     async def _train(self) -> None:
         histories = self.history, *(player.history for player in self.players)
         while not self.done:
+            # Sampling continues meanwhile: `feed` begins new groups as soon as the limit on staleness allows.
             taken = await self.rollouts.take()
             report = await self._update(self._plan(taken), taken)
             # The line of metrics is written before the checkpoint. After a crash, a resumed run repeats only the
@@ -326,6 +327,7 @@ class Loop:
         crash, it applies the recorded update again. The engine gets the weights only after the records are durable.
         Otherwise a crash could leave tapes that were sampled by an unrecorded version.
         """
+        # Rollouts were converted to rows when their group closed. Demonstrations are read from the store.
         shown = {tape: self.history.from_store(tape) for tape in plan.shown}
         source = ChainMap(self.rollouts.converted, shown).__getitem__
         self._check_agents(plan)

@@ -129,6 +129,7 @@ def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
     """
     advantages = recipe.surrogate.advantages
     scored = recipe.select.scored(stream, advantages, context)
+    # Groups are selected before anything is compared, so a dropped group has no part in a batch's statistics.
     episodes, compared = recipe.select.episodes(scored, stream, context, by_fork=recipe.baseline.by == "fork")
     entered = episodes[stream.episode]
     # A token that no model sampled has no log-prob at sampling, so it has no ratio.
@@ -227,6 +228,7 @@ def _count_answers(rows: Sequence[Row], stream: Stream, context: Context) -> Non
 def _advantages(
     recipe: Recipe, stream: Stream, compared: Tensor, entered: Tensor, context: Context
 ) -> tuple[Tensor, Tensor | None]:
+    # `x` is one number per unit, which is an episode or a turn. `credit` turns units into tokens.
     x = recipe.reward(stream, context)
     per_turn = recipe.reward.of_turns
     if per_turn:
@@ -245,6 +247,7 @@ def _advantages(
         context.sums.note(term, y, used, episode, stream.episodes.tape)
         return torch.where(used, y, torch.zeros_like(y))
 
+    # Rewards are shaped before the baseline compares them, so that a penalty is compared like a reward.
     for term in recipe.shape:
         if isinstance(term, RewardKL):
             term.observe(entered, stream, context)
@@ -258,6 +261,7 @@ def _advantages(
     context.sums.add("return", returns, extremes=True)
     context.sums.add("return/square", returns.square())
     if per_turn and recipe.baseline.compares and recipe.credit.takes_penalty:
+        # The baseline compares what turns lead to, so the credit comes first.
         advantage, target = _compared_returns(recipe, x, ours, penalty, stream, context)
         advantage = checked(recipe.baseline, advantage, *tokens)
     else:
@@ -268,6 +272,7 @@ def _advantages(
         context.sums.add("episode/bootstrapped", (stream.episodes.cut & ~stream.beyond.isnan())[compared])
     for term in recipe.adjust:
         advantage = checked(term, term(advantage, entered, stream, context), *tokens)
+    # Statistics of what the surrogate will see: after all adjustments, and only of tokens in the loss.
     own = advantage[entered]
     context.sums.add("advantage", own, extremes=True)
     context.sums.add("advantage/square", own.square())

@@ -103,13 +103,16 @@ class Trainer:
         self.skips: dict[str, int] = {}
         """Number of skipped updates, by reason."""
         self.parameters = trainable(model)
+        # Decay pulls weights towards 0. Norms and biases aren't meant to be near 0, so they have none.
         matrices = [p for p in self.parameters.values() if p.ndim >= 2]
         vectors = [p for p in self.parameters.values() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = adamw([g for g in groups if g["params"]], options, offload=offload)
         self.scheduler = LRScheduler(self.optimizer, options)
+        # The average starts at the present weights, so it needs no correction for a start at 0.
         kept = self.parameters if options.ema is not None else {}
         self.averaged = {name: p.detach().clone() for name, p in kept.items()}
+        # With dropout, the log-probs here would differ from those at sampling.
         be_still(model, checkpointing=options.gradient_checkpointing)
 
     def update(
@@ -158,6 +161,7 @@ class Trainer:
             demonstrations=first,
         )
         imitated = [prepared.demonstrations, *map(self.demonstrations_of, later)]
+        # The cuts depend on `steps`, which the epoch before has raised. So each epoch has other mini-batches.
         for _ in range(epochs):
             for part, own in zip(share.cuts(seed, self.steps), imitated, strict=True):
                 yield self.step(replace(prepared, demonstrations=own), episodes=part)
@@ -179,14 +183,18 @@ class Trainer:
         A term with `by = batch` compares episodes only within one rollout batch.
         """
         recipe = self.recipe
+        # All steps of the update have the learning rate that it begins with.
         self.scheduler.begin()
         stream = Stream.of(rows, episodes)
+        # Only tokens that the present weights sampled can show how sampler and trainer differ. For all others, the
+        # log-prob has changed because the weights have.
         present = torch.tensor([*(name == self.version for name in stream.versions), False])  # -1: no version
         stream = stream.having(fresh=None if self.version is None else present[stream.version])
         if recipe.needs_reference:
             stream = stream.having(ref=self._scored_by("reference", rows))
         if recipe.needs_teacher:
             stream = stream.having(teacher=self._scored_by("teacher", rows))
+        # The critic scores the states before it learns from them, as the advantages need its values from before.
         if self.critic is not None:
             stream = self.critic.valued(rows, stream, ends=recipe.bootstraps)
         top, recomputed = recipe.select.entropy_top is not None, recipe.anchor.to == "recomputed" and several
@@ -194,6 +202,7 @@ class Trainer:
             now = self._score(self.model, rows, self.vision, entropy=top)
             # The anchor is set only if the recipe asks for it, because a KL in the reward uses it if it is set.
             stream = stream.having(anchor=now.logprob if recomputed else None, entropy=now.entropy)
+        # Baselines and running statistics cover the whole batch, so the terms add their sums up over all ranks.
         context = Context(moments=self.moments, add_up=self.ranks.add_up)
         batch = objective.prepare_batches(recipe.at(self.betas), rows, episodes, stream, context, batches)
         return Prepared(
@@ -238,6 +247,7 @@ class Trainer:
         if done.skipped is None and waits:
             done.skipped = "critic first"
         first = done.skipped is None and self.scheduler.step()
+        # The critic learns even if the policy's step was skipped: its targets don't depend on the policy's gradient.
         if self.critic is not None and batch.target is not None and batch.stream.value is not None:
             done.sums.merge(self.critic.update(prepared.rows, batch.stream, batch.target, part.entered))
         if done.skipped is None:
@@ -270,6 +280,7 @@ class Trainer:
     ) -> tuple[objective.Part, Accumulated, float]:
         """Compute the gradient of the weights. Return the part of the batch that was trained on, the loss with its
         metrics, and the gradient norm before clipping."""
+        # The weight of each token is fixed here, over all ranks. The gradient is then the same for any micro-batches.
         part = prepared.batch.part(episodes, self.ranks.add_up)
         self.optimizer.zero_grad(set_to_none=True)
         done = self._accumulate(prepared.rows, part)
@@ -306,6 +317,7 @@ class Trainer:
         All ranks then agree whether to step (`done.skipped`). They must make the same collective calls in the same
         order, or some ranks would wait forever.
         """
+        # A rank without live tokens still steps if another rank has some, because all must keep the same weights.
         bad = done.skipped not in (None, "nothing to train on")
         if self.ranks.any(bad):
             done.fail(done.skipped if bad and done.skipped else "another rank")
@@ -313,6 +325,7 @@ class Trainer:
         if not self.ranks.any(done.skipped is None):
             return float("nan")
         done.skipped = None
+        # Each token's weight already has the total over all ranks as its denominator, so this is a sum, not a mean.
         self.ranks.add_up_gradients(self.parameters.values())
         norm = self.ranks.clip(self.parameters.values(), clip)
         if not isfinite(norm):
@@ -323,6 +336,8 @@ class Trainer:
         """Accumulate the gradient of `part`, micro-batch by micro-batch. If a number in a micro-batch isn't finite,
         stop before its backward pass."""
         done = Accumulated()
+        # Rows of a group share their prompt, which is then forwarded once. The load of experts must count every token,
+        # and ranks that forward together must make the same passes, so these don't share.
         share = not self.recipe.balance and not self.ranks.joint and shares_prefixes(self.model)
         micros = self.ranks.rounds(
             plan(
@@ -339,6 +354,7 @@ class Trainer:
             done.skipped = "nothing to train on"
             return done
         context = Context(sums=done.sums, moments=self.moments, parts=done.parts)
+        # If a token's loss depends on tokens in other micro-batches, the loss is computed first, from all log-probs.
         whole = None if self.recipe.local or len(micros) == 1 else self._whole(rows, part, context, done)
         tensors: list[Tensor] = []
         pulls: list[Tensor] | None = None
@@ -349,6 +365,7 @@ class Trainer:
                 if aux is not None:
                     context.add_part("aux", float(aux.detach()))
                 tensors, pulls = self._pulls(micro, scores, aux, whole, part, context, done)
+            # With sharded weights, all ranks run each backward pass together. So they stop together too.
             if self.ranks.halt(done.skipped is not None):
                 done.fail(done.skipped or "another rank")
                 break
@@ -392,6 +409,7 @@ class Trainer:
             done.loss += float(aux.detach())
         if scores.loss is not None:
             return [scores.loss, *others], None
+        # The loss isn't computed again. Its gradient by each log-prob is known, and backward starts from there.
         tensors = [t for t in scores if t is not None]
         pulls = [g[micro.index].to(t.device) for t, g in zip(tensors, whole, strict=True)]
         return [*tensors, *others], [*pulls, *map(torch.ones_like, others)]
@@ -419,6 +437,7 @@ class Trainer:
         with one graph over the whole batch, but needs only the memory of one micro-batch.
         """
         scores = self._score(self.model, rows, self.vision, entropy=self.recipe.needs_entropy, live=part.live)
+        # Only live tokens were scored. The loss of the others is 0 whatever their log-prob is.
         index = part.live.nonzero()[:, 0]
         leaves = [t[index].requires_grad_() for t in scores if t is not None]
         loss = part.loss(leaves[0], leaves[1] if len(leaves) > 1 else None, index, context, tuple(self.betas))
@@ -462,16 +481,19 @@ class Trainer:
                 )
                 sums.put(name, float(part.detach()), 0 if name in sums or self.ranks.share else 1)
                 aux = recipe.balance * part
+            # Rows without a picture must reach the tower too. Otherwise ranks would sum different sets of gradients.
             if self.vision is not None:
                 hidden = reaching(hidden, self.vision.tower(self.model))
             entropy = recipe.needs_entropy and not demonstrations
             scores = read_out(self.model, hidden, micro, how, entropy=entropy, loss=loss)
+        # The columns of the stream are in main memory, so the loss is computed there.
         return Scores(scores.logprob.cpu(), *(None if t is None else t.cpu() for t in scores[1:])), aux
 
     def _add_demonstrations(self, demonstrations: tuple[Sequence[Row], objective.Part], done: Accumulated) -> None:
         """Add the gradient of the demonstrations. The update is then applied even if no token of the rollout batch has
         a gradient."""
         rows, part = demonstrations
+        # The sums of this context are dropped, so that metrics like `ratio` describe the rollouts alone.
         scale, extra = self.recipe.imitation, Context(parts=done.parts)
         pack = self.pack and not self.recipe.balance
         found = plan(rows, live=part.live, micro_tokens=self.options.micro_tokens, pack=pack, vision=self.vision)
@@ -506,6 +528,7 @@ class Trainer:
         """Finish an applied step: change the adaptive KL coefficients, and update the average of the weights.
 
         A KL in the reward is measured once per batch, so its coefficient changes after the `first` step only."""
+        # Each step has measured the KL loss with its own weights.
         self._adapt(KL, sums, part.entered, part.batch.stream)
         if first:
             self._adapt(RewardKL, prepared.sums, prepared.batch.entered, part.batch.stream)
@@ -528,6 +551,7 @@ class Trainer:
                     sums.counts.get(name, 0.0),
                     float(len(stream.episode[entered].unique())),
                 ]
+                # All ranks must have the same coefficient, so they change it by the same sums.
                 kl, n, episodes = self.ranks.add_up(torch.tensor(mine, dtype=torch.float64)).tolist()
                 if n:
                     self.betas[i] = term.adaptive.next(self.betas[i], kl / n, int(episodes))
@@ -577,6 +601,7 @@ class Trainer:
         for bit."""
         self.ranks.load(self.optimizer, state["optimizer"])
         self.steps = int(state["steps"])
+        # Checkpoints of earlier versions counted steps, as their schedules did.
         self.scheduler.updates = int(state.get("updates", self.steps))
         self.skips = dict(state["skips"])
         self.betas = list(state["betas"])
