@@ -237,6 +237,8 @@ def _takes_index(source: Callable[..., Any]) -> bool:
 
 
 def _items(source: Any) -> Iterable[Any]:
+    if isinstance(source, Task):
+        raise BadTasks("one Task is not a list of tasks: pass [task]")
     if isinstance(source, str | bytes | Mapping):
         raise BadTasks(
             f"the {type(source).__name__} {source!r:.60} is not a list of tasks; to read a file, use Taskset.load"
@@ -256,6 +258,14 @@ def _items(source: Any) -> Iterable[Any]:
     return map(source, count()) if _takes_index(source) else _items(source())
 
 
+def _remedy(value: object) -> str:
+    if isinstance(value, tuple | set | frozenset):
+        return ": make it a list"
+    if isinstance(value, bytes) or type(value).__module__.partition(".")[0] == "PIL":
+        return ", or pictures: tr.Picture.of(image)"
+    return ": convert it with `.tolist()`" if hasattr(value, "tolist") else ""
+
+
 def as_task(item: object, k: int, row: Row | None = None) -> Task:
     """Convert item `k` of a source to a task. Raises BadTasks if it can't be recorded as JSON."""
     try:
@@ -266,10 +276,9 @@ def as_task(item: object, k: int, row: Row | None = None) -> Task:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"][::2]))  # between two keys is the type of the value
         found = first["input"]
-        image = isinstance(found, bytes) or type(found).__module__.partition(".")[0] == "PIL"
         raise BadTasks(
-            f"item {k} is not a task: {place} is {shown(found)}, and {first['msg']}; the parts of a task must be JSON "
-            "values (None, bool, int, finite float, str, list, dict)" + " or pictures: tr.Picture.of(image)" * image
+            f"item {k} is not a task: {place} is {shown(found)}, and {first['msg']}; the parts of a task must "
+            f"be JSON values (None, bool, int, finite float, str, list, dict){_remedy(found)}"
         ) from error
     try:
         to_json((task, task.hash))

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from datetime import date
 from itertools import count, islice, repeat
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas
 import pytest
 from datasets import Dataset
@@ -335,3 +337,18 @@ def test_a_task_that_no_tape_can_record_is_named_before_a_run_begins(task):
 def test_a_huge_collection_is_refused_before_it_is_read():
     with pytest.raises(UsageError, match="10,000,000"):
         Taskset(range(10**9))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "remedy"),
+    [
+        (np.arange(3), r"convert it with `\.tolist\(\)`"),
+        ([{"q": np.array([1, 2])}], r"convert it with `\.tolist\(\)`"),
+        ([(1, 2)], "make it a list"),
+        ([{1, 2}], "make it a list"),
+        (Task(public="6*7?"), r"pass \[task\]"),
+    ],
+)
+def test_what_is_no_task_is_refused_with_the_remedy(tasks: Any, remedy: str) -> None:
+    with pytest.raises(BadTasks, match=remedy):
+        Taskset(tasks)
