@@ -65,6 +65,12 @@ class Messages(Sequence[Message]):
         for i in range(self._n):
             yield self._items[i]
 
+    def __add__(self, more: Sequence[Message]) -> list[Message]:
+        return [*self, *more]
+
+    def __radd__(self, before: Sequence[Message]) -> list[Message]:
+        return [*before, *self]
+
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Messages) and self.grew_from(other):
             return len(self) == len(other)

@@ -5,6 +5,7 @@ A tape doesn't record the local variables of a running `act`, so resume, fork an
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator, Callable
 from typing import Any, ClassVar
 
@@ -63,6 +64,11 @@ class FunctionAgent(Agent):
 
     @check_arguments
     def __init__(self, function: Callable[[Tape, LLM], AsyncIterator[Step]]) -> None:
+        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+            raise UsageError(
+                f"the agent {function.__qualname__} must be `async def` with `yield`: it yields its thoughts and then "
+                "one action, and returns nothing"
+            )
         self.function = function
         self.name = getattr(function, "__name__", type(function).__name__)
 

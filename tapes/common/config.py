@@ -330,6 +330,9 @@ def _explain(cls: type[BaseModel], layers: _Layers, data: dict[str, Any], error:
     says = f"{error['msg'][0].lower()}{error['msg'][1:]}"
     if error["type"] == "tuple_type":
         says = f"must be a list, such as {json.dumps([str(error['input'])])}"
+    if error["type"] == "model_type":
+        inside = [key for key in config_keys(cls) if key.startswith(f"{name}.")]
+        says = f"is a group of settings: set {', '.join(inside)}" if inside else says
     return without_secrets(f"{name} = {error['input']!r}{where}: {says}")
 
 

@@ -20,3 +20,11 @@ def test_a_view_of_a_conversation_is_sliced_like_a_list() -> None:
         for k in (len(plain), -len(plain) - 1):
             with pytest.raises(IndexError):
                 view[k]
+
+
+def test_a_view_is_added_to_lists_as_a_list_is() -> None:
+    items = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    view, more = Messages((), items, 1), [{"role": "system", "content": "s"}]
+    assert more + view == [*more, items[0]]
+    assert view + more == [items[0], *more]
+    assert isinstance(more + view, list)

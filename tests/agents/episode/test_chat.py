@@ -19,6 +19,7 @@ from tapereel.agents import (
     ReplayEngine,
     Request,
     ScriptedEngine,
+    agent,
     rollout,
     rollout_group,
 )
@@ -288,3 +289,15 @@ def test_an_agent_that_wants_calls_where_no_tool_is_offered_says_what_to_do():
     assert tape.cause is not None
     assert re.search(r"no tool is offered.*ToolEnvironment.*`tools`.*plain=Answer", str(tape.cause.message))
     assert "call of one of: ," not in str(tape.messages())
+
+
+def test_a_function_that_does_not_yield_asynchronously_is_no_agent():
+    async def returns(tape: Any, llm: Any) -> Any:
+        return Answer(text=(await llm(tape)).text)
+
+    def sync(tape: Any, llm: Any) -> Any:
+        yield Answer(text="x")
+
+    for function in (returns, sync):
+        with pytest.raises(UsageError, match=rf"{function.__name__} must be `async def` with `yield`"):
+            agent(function)

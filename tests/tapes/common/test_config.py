@@ -138,6 +138,17 @@ def test_a_text_in_place_of_a_list_is_shown_the_list():
     assert _refusal(Listed, None, "targets=all").endswith('(--set targets=all): must be a list, such as ["all"]')
 
 
+def test_a_value_in_place_of_a_group_is_shown_its_settings():
+    class Lora(Config):
+        rank: int = 16
+
+    class Trained(Config):
+        lora: Lora | None = None
+
+    said = _refusal(Trained, None, "lora=true")
+    assert said.endswith("(--set lora=true): is a group of settings: set lora.rank")
+
+
 def test_every_wrong_setting_is_told_at_once():
     told = _refusal(Whole, None, "sed=1", "train.lr=x")
     assert told.startswith("2 settings are wrong:\n")
