@@ -183,8 +183,7 @@ def targets(home: Path) -> list[Target]:
     add("tr.get_recipe", tr.get_recipe, name="grpo", changes=None, run=None)
     add("tr.load_config", tr.load_config, base=TrainConfig, file=None, sets=())
     add("tr.rollout", tr.rollout, agent=tr.ChatAgent(), env=Echo, task="a", engine=tr.ScriptedEngine(lambda r: "a"),
-        seed=0, group=None, attempt=0, split="train", limits=Limits(), sampling=None, journal=None, fork=None,
-        tape_id=None, retries=0)  # fmt: skip
+        seed=0, limits=Limits(), sampling=None, journal=None)  # fmt: skip
     add("tr.rows", tr.rows, tape=tape, agents=None, renderer=None)
     add("tr.ChatAgent", tr.ChatAgent, system="s", actions=(), plain=None, parse=None, tools=(), misreads=1, name="n",
         temperature=1.0, max_tokens=3)  # fmt: skip
