@@ -45,6 +45,7 @@ UPDATE = {
         "The loop has taken a batch of finished groups. The order of the rest never changes: train, make the records "
         "durable, give the engine the new weights."
     ),
+    "finetune.loop.learner:Learner.update": "Each policy of the loop makes its own update.",
     "finetune.loop.history:History.update": (
         "One policy learns from the batch. `source` turns a tape into token rows, and the plan leaves out the tokens "
         "that are too old. The result is the statistics and the `use` records."

@@ -16,7 +16,7 @@ import time
 from collections import ChainMap
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -38,10 +38,10 @@ from ..objective.recipe import Recipe
 from ..recipes import get_recipe
 from ..trainer.updates import UpdateStats
 from .history import History
+from .learner import Learner, check_learners
 from .loop_config import LoopConfig
 from .metrics import performance_line, player_line, rollout_line
 from .plan import Plan, UpdateInfo, batch_of
-from .player import Player, check_players
 from .rollouts import PHASE, NothingUsable, Rollouts, Taken
 from .staleness import stale_before
 
@@ -143,39 +143,38 @@ class Loop:
         self,
         config: LoopConfig,
         *,
-        history: History,
-        engine: TrainableEngine,
+        learners: Sequence[Learner],
         agent: Agent,
         env: EnvironmentFactory,
         tasks: Callable[[int], object],
         recipe: Recipe | None = None,
         shown: Sequence[str] = (),
-        players: Sequence[Player] = (),
         seed: int = 0,
         start: int | None = None,
         on_update: Callable[[UpdateReport], None] | None = None,
         settled: Callable[[], Awaitable[None]] = _at_once,
     ) -> None:
-        """`tasks(k)` returns the task for group k, and must return the same task at every call. `recipe` defaults to
-        the recipe in `config`. `shown` are tapes in the store that updates also imitate (`loop.demonstrations`).
-        `players` are other policies that learn from the same episodes.
+        """`learners` are the policies that learn. The first has the agents of `config`, and its engine samples for all
+        agents, as a `TeamEngine` if there are other policies. `tasks(k)` returns the task for group k, and must return
+        the same task at every call. `recipe` defaults to the recipe in `config`. `shown` are tapes in the store that
+        updates also imitate (`loop.demonstrations`).
 
         `start` is the number of updates that the policy had when the loop first began, by default its current number. A
         resumed loop needs it to end at the same update as an uninterrupted one. `settled` is awaited before the engine
         gets new weights or sleeps, for example until an evaluation has ended.
         """
-        check_engines([engine, lead_of(engine), *(player.engine for player in players)], config)
+        self.learners = (replace(learners[0], agents=config.agents), *learners[1:])
+        """The policies that learn. The first leads."""
+        history, engine = self.history, self.engine
+        check_engines([engine, lead_of(engine), *(learner.engine for learner in self.players)], config)
         check_factory(env)
         recipe = recipe or get_recipe(config.recipe, config.changes)
         check_recipe(config, recipe, len(shown))
         self.config = config
         self.store = history.store
-        self.history = history
-        self.engine = engine
         self.seed = seed
         self.shown = tuple(shown) if config.demonstrations else ()
-        self.players = tuple(players)
-        check_players(self.players, config.agents, history.lineage, history.updates)
+        check_learners(self.learners)
         self.start = history.updates if start is None else start
         self.on_update = on_update
         self._settled = settled
@@ -190,7 +189,7 @@ class Loop:
             seed=seed,
         )
         if self.rollouts.trained is not None:
-            self.rollouts.trained |= {path for player in self.players for path in player.agents}
+            self.rollouts.trained |= {path for learner in self.learners for path in learner.agents or ()}
         self.train_seconds = 0.0
         self.train_engine_seconds = 0.0
         self.wall_seconds = 0.0
@@ -205,6 +204,21 @@ class Loop:
         one."""
         self._agents_checked = False
         """Whether `_check_agents` has passed for a batch."""
+
+    @property
+    def history(self) -> History:
+        """The history of the first policy."""
+        return self.learners[0].history
+
+    @property
+    def engine(self) -> TrainableEngine:
+        """The engine that samples for all agents."""
+        return self.learners[0].engine
+
+    @property
+    def players(self) -> Sequence[Learner]:
+        """The policies after the first."""
+        return self.learners[1:]
 
     @property
     def target(self) -> int:
@@ -225,15 +239,11 @@ class Loop:
         started = time.perf_counter()
         engine_before = self.engine.stats.busy_seconds
         self._began, self._reported = (started, engine_before), (self.rollouts.sampled_tokens, engine_before)
-        # An earlier process may have died between the records of an update's epochs. The missing records are written
-        # first, because they must be complete before the next update is recorded.
-        for use in self.history.unrecorded:
-            self.store.append_layer(use)
-        self.history.unrecorded.clear()
-        await self.store.writer.durable()
-        # Players make their missing updates first, so that nothing is sampled with their old weights.
-        for player in self.players:
-            await player.catch_up(self.store, self.history.lineage, self.config.max_lag)
+        # An earlier process may have died between the records of an update. The missing records are written first,
+        # because they must be complete before the next update is recorded. Missing updates are made, so that nothing
+        # is sampled with old weights.
+        for learner in self.learners:
+            await learner.catch_up(self.store, self.history.lineage, self.config.max_lag)
         self.rollouts.resume()
         try:
             with watch_episodes(), quick_switches.changed():
@@ -263,7 +273,6 @@ class Loop:
     # Updates
 
     async def _train(self) -> None:
-        histories = self.history, *(player.history for player in self.players)
         while not self.done:
             # Sampling continues meanwhile: `feed` begins new groups as soon as the limit on staleness allows.
             taken = await self.rollouts.take()
@@ -278,10 +287,10 @@ class Loop:
                     f"{self._skipped} updates in a row changed nothing. {self._why}. Correct it, and resume the run"
                 )
             if self.history.updates % self.config.checkpoint_every == 0 and not self.done:
-                for history in histories:
-                    await asyncio.to_thread(history.checkpoint)
-        for history in histories:
-            await asyncio.to_thread(history.settle)
+                for learner in self.learners:
+                    await asyncio.to_thread(learner.history.checkpoint)
+        for learner in self.learners:
+            await asyncio.to_thread(learner.history.settle)
 
     def _plan(self, taken: Taken) -> Plan:
         config, update = self.config, self.history.updates
@@ -342,42 +351,39 @@ class Loop:
             started = time.perf_counter()
             # The update runs in a thread, because in the event loop it would block every episode. Nothing else changes
             # the model, and engines sample from copies of the model, so no lock is needed.
-            stats, uses = await asyncio.to_thread(self.history.update, plan, source)
-            weights, publish = await asyncio.to_thread(self.history.publish_record, self.config.in_flight)
-            others = [
-                await asyncio.to_thread(
-                    player.update, player.plan(plan, self.config.max_lag), source, self.config.in_flight
-                )
-                for player in self.players
+            plans = [plan, *(player.plan(plan, self.config.max_lag) for player in self.players)]
+            done = [
+                await asyncio.to_thread(learner.update, own, source, self.config.in_flight)
+                for learner, own in zip(self.learners, plans, strict=True)
             ]
             seconds = time.perf_counter() - started
             self.train_seconds += seconds
             self.train_engine_seconds += self.engine.stats.busy_seconds - before
             # This is checked before the records are written, so that no run continues after an update on wrong
             # log-probs.
-            for one, (first, *_) in ((stats, uses), *(other[:2] for other in others)):
-                self._check(one, first)
-            for record in (*uses, publish, *(record for _, theirs, _, name in others for record in (*theirs, name))):
+            for one in done:
+                self._check(one.stats, one.uses[0])
+            for record in (record for one in done for record in (*one.uses, one.publish)):
                 self.store.append_layer(record)
             await self.store.writer.durable()
             # An evaluation may be sampling with the engine's current weights. If so, wait until it has ended.
             await self._settled()
             started = time.perf_counter()
-            await self.engine.sync_weights(weights, publish.version, self.config.in_flight)
+            for learner, one in zip(self.learners, done, strict=True):
+                await learner.engine.sync_weights(one.weights, one.publish.version, self.config.in_flight)
             self.publish_seconds += time.perf_counter() - started
-            for player, (_, _, theirs, name) in zip(self.players, others, strict=True):
-                await player.engine.sync_weights(theirs, name.version, self.config.in_flight)
         await self._check_delivery(plan.tapes)
-        self._note_skip(stats)
+        first, *others = done
+        self._note_skip(first.stats)
         self.rollouts.applied(plan.every, more=not self.done)
         found, tapes = self.history.delivery.found, taken.tapes
         line = {
-            **rollout_line(stats, uses, tapes, seconds),
+            **rollout_line(first.stats, first.uses, tapes, seconds),
             **taken.line(),
             **{f"delivery/{name}": found.get(name) for name in ("verdict", "difference", "moved", "bound")},
         }
-        for player, (its_stats, its_uses, *_) in zip(self.players, others, strict=True):
-            line |= player_line(player.called, its_stats, its_uses, tapes)
+        for player, one in zip(self.players, others, strict=True):
+            line |= player_line(player.called, one.stats, one.uses, tapes)
         line |= self._perf(line["trained_tokens"], seconds)
         return UpdateReport(self.history.updates, line["reward"], line, tapes)
 
@@ -393,16 +399,16 @@ class Loop:
 
     async def _check_delivery(self, tapes: Sequence[str]) -> None:
         """For each policy, check that its samplers have its current weights. Raises NotDelivered if one doesn't."""
-        policies = [(self.history, self.engine), *((player.history, player.engine) for player in self.players)]
-        for history, engine in policies:
+        for learner in self.learners:
+            history = learner.history
             history.delivery.choose(tapes, lambda tape: self.rollouts.converted[tape][0])
-            await history.delivery.check(engine, history.version, self.config.sampler_tolerance)
+            await history.delivery.check(learner.engine, history.version, self.config.sampler_tolerance)
 
     @asynccontextmanager
     async def _asleep(self) -> AsyncIterator[None]:
         """Return a context in which servers sleep, if `loop.sleep` is set. They are woken at the end, even after an
         error."""
-        engines = [lead_of(self.engine), *(player.engine for player in self.players)] if self.config.sleep else []
+        engines = [lead_of(learner.engine) for learner in self.learners] if self.config.sleep else []
         sleepers = [cast(CapableEngine, engine) for engine in engines if "sleep" in engine.can]
         await asyncio.gather(*(engine.sleep() for engine in sleepers))
         try:
@@ -442,12 +448,11 @@ class Loop:
         rows = [row for tape in plan.tapes for row in self.rollouts.converted[tape][0]]
         if self._agents_checked or not rows:
             return
-        policies = [(self.history, plan.agents, "loop.agents")]
-        policies += [(player.history, player.agents, f"the player {player.called}") for player in self.players]
-        for history, agents, setting in policies:
-            if agents is not None:
-                check_speaks(agents, rows, setting)
-            check_learns(history, plan.phase, agents, rows)
+        settings = ["loop.agents", *(f"the player {player.called}" for player in self.players)]
+        for learner, setting in zip(self.learners, settings, strict=True):
+            if learner.agents is not None:
+                check_speaks(learner.agents, rows, setting)
+            check_learns(learner.history, plan.phase, learner.agents, rows)
         if plan.agents is not None:
             check_seats(self.engine, self.rollouts.spoke)
         self._agents_checked = True

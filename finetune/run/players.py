@@ -1,6 +1,7 @@
 """The players of a run, which are other models that speak in its episodes (the setting `players`).
 
-A trained player learns in the loop (`loop/player.py`). A frozen player has one engine for the loop and the evaluations.
+A trained player learns in the loop (`loop/learner.py`). A frozen player has one engine for the loop and the
+evaluations.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from ...tapes.common.progress import Progress
 from ...tapes.records import Use
 from ...tapes.store.run_directory import PlayerResults, RunDir
 from ..loop.history import History
+from ..loop.learner import Learner
 from ..loop.loop_config import LoopConfig
-from ..loop.player import Player
 from ..objective.recipe import Recipe
 from ..trainer.checkpoint import Digest
 from ..trainer.trainer import UpdateStats
@@ -125,19 +126,20 @@ class Team:
             lead, {name: policy.copy(self.histories[name].version) for name, policy in self.policies.items()}
         )
 
-    async def playing(self, lead: TrainableEngine) -> tuple[TrainableEngine, list[Player]]:
-        """Return the team that the loop samples with (`lead` and the players), and the trained players. Closing the
-        team leaves the frozen players' engines open, because evaluations use them too."""
+    async def learners(self, first: History, lead: TrainableEngine) -> list[Learner]:
+        """Return the policies that learn: the run's own, and the trained players. The engine of the first is the team
+        that the loop samples with (`lead` and the players). Closing it leaves the frozen players' engines open, because
+        evaluations use them too."""
         own: dict[str, Engine] = {}
-        players: list[Player] = []
+        players: list[Learner] = []
         try:
             for name, policy in self.policies.items():
                 history = self.histories[name]
                 engine = await policy.sampler(history.version)
                 own[name] = engine
                 history.record_version("start")
-                players.append(Player(history=history, engine=engine, agents=self.players[name].agents, name=name))
-            return self._team_with(lead, own), players
+                players.append(Learner(history=history, engine=engine, agents=self.players[name].agents, name=name))
+            return [Learner(history=first, engine=self._team_with(lead, own)), *players]
         except BaseException:
             for engine in own.values():
                 await engine.close()

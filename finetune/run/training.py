@@ -28,6 +28,7 @@ from ...tapes.store.run_directory import METRICS, Evaluations, HeldOut, RunDir, 
 from ..data.by_agent import rewards_of
 from ..interchange.corpus import bring_in_corpus
 from ..loop.history import History, Plan
+from ..loop.learner import Learner
 from ..loop.loop import Loop, UpdateReport, check_speaks
 from ..loop.loop_config import NO_WARM_START
 from ..loop.metrics import imitation_line, player_line, rollout_line
@@ -37,7 +38,6 @@ from .evaluation import Evaluation, specs_of
 from .load_policy import check_rate
 from .loaded_run import LoadedRun, Scene
 from .longer import end_name, reached
-from .players import Player
 from .train_config import EndedBy, MeasuredBy
 from .warm_start import bring_in, warm_start
 
@@ -135,22 +135,21 @@ class Training:
         if self.measured_by == "own":
             engine: Engine = self._copy()
         else:
-            engine, _ = await self._sampling()
+            engine = (await self._sampling())[0].engine
         async with closing(engine):
             yield engine
 
-    async def _sampling(self) -> tuple[TrainableEngine, list[Player]]:
-        """Make the loop's engine, with the current weights. Return this engine and the players."""
-        version, tolerance = self.history.version, self.loop.sampler_tolerance
-        engine = await self.policy.sampler(version)
+    async def _sampling(self) -> list[Learner]:
+        """Make the loop's engines, with the current weights. Return the policies that learn."""
+        engine: TrainableEngine = await self.policy.sampler(self.history.version)
         try:
-            team, players = await self.team.playing(engine)
-            check_sight(team, self.scene.shows)
-            await self.history.delivery.check(engine, version, tolerance)
-            engine = team
-            for player in players:
-                await player.history.delivery.check(player.engine, player.history.version, tolerance)
-            return team, players
+            learners = await self.team.learners(self.history, engine)
+            engine = learners[0].engine
+            check_sight(engine, self.scene.shows)
+            for learner in learners:
+                history = learner.history
+                await history.delivery.check(learner.engine, history.version, self.loop.sampler_tolerance)
+            return learners
         except BaseException:
             await engine.close()
             raise
@@ -322,7 +321,7 @@ class Training:
 
     async def _run_loop(self, on_update: Callable[[UpdateReport], None], name: str) -> Loop:
         """Run the loop. `name` is the name of this part in progress reports."""
-        engine, players = await self._sampling()
+        learners = await self._sampling()
         # Tapes name the version that sampled them, so the record of this version must come before the first tape.
         self.history.record_version("start")
         scene, start, draw = self.scene, self.warm.updates, self.loaded.draw(self.run.results)
@@ -337,14 +336,12 @@ class Training:
 
         loop = Loop(
             self.loop,
-            history=self.history,
-            engine=engine,
+            learners=learners,
             agent=scene.agent,
             env=scene.env,
             tasks=draw or (lambda k: scene.train_tasks[order[k % len(order)]]),
             recipe=self.recipe,
             shown=self.shown,
-            players=players,
             seed=self.config.seed,
             start=start,
             on_update=report,
@@ -358,7 +355,7 @@ class Training:
             await self.settled()
         finally:
             self._loop = None
-            await engine.close()
+            await learners[0].engine.close()
         return loop
 
     @property

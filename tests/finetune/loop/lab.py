@@ -22,6 +22,7 @@ from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_mod
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.envs import Environment, Outcome
 from tapereel.finetune.loop.history import History
+from tapereel.finetune.loop.learner import Learner
 from tapereel.finetune.loop.loop import Loop, UpdateReport
 from tapereel.finetune.loop.loop_config import LoopConfig
 from tapereel.finetune.loop.policy import Policy
@@ -162,15 +163,16 @@ def engine_of(history: History, **options: Any) -> EmbeddedEngine:
 
 
 def loop_in(history: History, config: LoopConfig, *, cls: type[Loop] = Loop, **options: Any) -> Loop:
+    engine = options.pop("engine", None) or engine_of(history)
     options = {
-        "engine": engine_of(history),
+        "learners": [Learner(history=history, engine=engine)],
         "agent": Speaker(),
         "env": Letters,
         "tasks": tasks(),
         "start": 0,
         **options,
     }
-    return cls(config, history=history, **options)
+    return cls(config, **options)
 
 
 def run(path: Path, config: LoopConfig, **options: Any) -> tuple[Loop, list[UpdateReport]]:

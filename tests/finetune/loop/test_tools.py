@@ -19,6 +19,7 @@ from tapereel.envs import Outcome
 from tapereel.envs.adapters.mcp import McpServer
 from tapereel.envs.adapters.tools import ToolEnvironment
 from tapereel.finetune.loop.history import History
+from tapereel.finetune.loop.learner import Learner
 from tapereel.finetune.loop.loop import Loop
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.options import OptimiserConfig
@@ -84,14 +85,14 @@ def taught(path: Path, seed: int, updates: int) -> list[list[float]]:
 
     with Store.create(path, durability="os") as store:
         history = History(policy_of(policy, make), store, "run", path / "checkpoints")
+        engine = EmbeddedEngine(policy, RENDERER, version=history.version, slots=64)
         loop = Loop(
             config,
-            history=history,
+            learners=[Learner(history=history, engine=engine)],
             agent=Asker(),
             env=lambda: Codes(server),
             seed=seed,
             start=0,
-            engine=EmbeddedEngine(policy, RENDERER, version=history.version, slots=64),
             tasks=lambda k: Task(public=f"{random.Random(f'{seed}/{k}').getrandbits(64):x}"),
         )
         asyncio.run(loop.run())

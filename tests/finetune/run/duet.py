@@ -10,9 +10,9 @@ from tapereel.agents import LLM, Agent, delegate
 from tapereel.agents.engines.team_engine import TeamEngine
 from tapereel.envs import Environment, Outcome
 from tapereel.finetune.loop.history import History
+from tapereel.finetune.loop.learner import Learner
 from tapereel.finetune.loop.loop import Loop
 from tapereel.finetune.loop.loop_config import LoopConfig
-from tapereel.finetune.loop.player import Player
 from tapereel.tapes import Answer, Tape, Text, Thought
 from tapereel.tapes.store.store import Store
 
@@ -73,9 +73,10 @@ def two(store: Store, path: Path, config: LoopConfig, *, seeds: tuple[int, int] 
 
 def loop_of(alto: History, bass: History, config: LoopConfig, *, frozen: bool = False, **options: Any) -> Loop:
     engines = {ALTO: engine_of(alto), BASS: engine_of(bass)}
-    players = [] if frozen else [Player(history=bass, engine=engines[BASS], agents=(BASS,))]
+    players = [] if frozen else [Learner(history=bass, engine=engines[BASS], agents=(BASS,))]
+    learners = [Learner(history=alto, engine=TeamEngine(engines)), *players]
     options = {"env": Score, "agent": Duet(), "tasks": tasks(1), "start": 0, **options}
-    return Loop(config, history=alto, engine=TeamEngine(engines), players=players, **options)
+    return Loop(config, learners=learners, **options)
 
 
 __all__ = ["ALTO", "BASS", "RENDERER", "Duet", "Score", "loop_of", "settings", "two"]

@@ -12,8 +12,8 @@ from tapereel.agents.engines.embedded.pretrained import weights_digest
 from tapereel.finetune.data.by_agent import rewards_of
 from tapereel.finetune.inspect.explainer import Explainer
 from tapereel.finetune.loop.history import BrokenHistory
+from tapereel.finetune.loop.learner import BadPlayers
 from tapereel.finetune.loop.loop import UpdateReport
-from tapereel.finetune.loop.player import BadPlayers, Player
 from tapereel.finetune.trainer.checkpoint import checkpoints
 from tapereel.tapes.records import Use
 from tapereel.tapes.store.store import Store
@@ -144,7 +144,6 @@ def test_who_trains_whom_must_be_plain(tmp_path: Path) -> None:
         bass.updates = 5
         with pytest.raises(BrokenHistory, match=r"\b5\b.*'alto'.*\b0\b"):
             loop_of(alto, bass, config)
-        assert Player(history=bass, engine=None, agents=(BASS,)).agents == (BASS,)
 
 
 def test_a_group_that_teaches_one_of_them_is_not_flat(tmp_path: Path) -> None:
