@@ -81,7 +81,7 @@ def test_a_fault_is_found_in_the_update_that_it_hits(
                 size["optimiser"] = {"lr": 0.1}  # adapters so large that their rounding to bfloat16 shows
             history, loop, _ = loop_on(store, tmp_path, engine, way, **size)
             monkeypatch.setattr(module, name, write)
-            await engine.sync_weights(history.model.state_dict(), history.version, loop.config.publish)
+            await engine.sync_weights(history.model.state_dict(), history.version, loop.config.in_flight)
             if kind == "a stale cache":
                 real_pause = VLLMReload.pause
                 monkeypatch.setattr(VLLMReload, "finish", no_reset)
@@ -110,7 +110,7 @@ def test_clean_updates_raise_no_alarm(with_engine: Callable[[Test, Any], Any], w
         with Store.create(tmp_path / "run", durability="os") as store:
             changes = {"updates": UPDATES, "checkpoint_every": 10**6, "optimiser": {"lr": 1e-3}, "groups": 2}
             history, loop, lines = loop_on(store, tmp_path, engine, way, **changes)
-            await engine.sync_weights(history.model.state_dict(), history.version, loop.config.publish)
+            await engine.sync_weights(history.model.state_dict(), history.version, loop.config.in_flight)
             await loop.run()
         assert history.updates == len(lines) == UPDATES
         most, bound = (max(line[f"delivery/{name}"] for line in lines) for name in ("difference", "bound"))
