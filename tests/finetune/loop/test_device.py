@@ -17,8 +17,9 @@ from tapereel.agents.setup.engine_config import EmbeddedConfig
 from tapereel.cli import main
 from tapereel.finetune.loop import rounding
 from tapereel.finetune.loop.loop_config import CriticConfig, LoopConfig
+from tapereel.finetune.loop.policy import sampling_attention
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.run.load_policy import load_policy, sampling_attention
+from tapereel.finetune.run.load_policy import load_policy
 from tapereel.finetune.run.player_config import TrainerConfig
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.run.train_run import train

@@ -10,7 +10,7 @@ import torch
 
 from tapereel.agents.engines.embedded.tiny_model import tiny_model
 from tapereel.finetune.loop.loop import SamplerMismatch
-from tapereel.finetune.run.load_policy import Policy
+from tapereel.finetune.loop.policy import Policy
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.run.train_run import train
 from tapereel.tapes.audit import anomalies
