@@ -100,7 +100,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "packed": {"pack": True},
     "whole": {"recipe": "cpgd"},
     "two epochs": {"epochs": 2},
-    "bfloat16": {"autocast": torch.bfloat16},
+    "bfloat16": {"autocast": "bfloat16"},
     "checkpointed": {"gradient_checkpointing": True},
 }
 
