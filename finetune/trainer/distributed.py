@@ -113,8 +113,6 @@ class Processes(ModelWeights):
         self._named = dict(model.state_dict(keep_vars=True))
         self.member: Trainer
         """This rank's own trainer. It doesn't exist before `enter`."""
-        self.share: Share
-        """This rank's share of the latest batch."""
         self._busy = False
         self._lock = threading.Lock()
         self._resting: str | None = None
@@ -435,9 +433,9 @@ class Processes(ModelWeights):
         self, epochs: int, seed: int | None, version: str | None, shares: Sequence[Share] | None = None
     ) -> tuple[list[UpdateStats], list[tuple[list[StepResult], Tensor]]]:
         """Make an update on this rank's share. Return its statistics, and on rank 0 the results of all shares."""
-        self.share = self.ranks.scatter(shares)
+        share = self.ranks.scatter(shares)
         self.member.version = version
-        steps = list(self.member.train_on(self.share, epochs=epochs, seed=seed))
+        steps = list(self.member.train_on(share, epochs=epochs, seed=seed))
         return steps, self.ranks.gather((list(map(StepResult.of, steps)), steps[0].advantage))
 
     def _state(self) -> TrainerState:

@@ -219,6 +219,16 @@ SHARED = (
 )
 
 
+class Noting(Trainer):
+    """Notes the tapes of its share."""
+
+    mine: frozenset[str] = frozenset()
+
+    def train_on(self, share: Any, **how: Any) -> Iterator[UpdateStats]:
+        self.mine = frozenset(str(row.tape) for row in share.rows)
+        return super().train_on(share, **how)
+
+
 def led(case: SharedCase, ranks: Ranks) -> dict[str, Any]:
     """What came of two epochs, a checkpoint in between, on rank 0 (and alone); the weights, on every rank."""
     model = tiny_model()
@@ -240,7 +250,7 @@ def led(case: SharedCase, ranks: Ranks) -> dict[str, Any]:
             critic = CriticTrainer(
                 own_critic(processes) if case.critic == "own" else Critic.on(work), OptimiserConfig(lr=0.1), ranks=ranks
             )
-        return Trainer(
+        return Noting(
             work,
             get_recipe(case.recipe, case.changes),
             OptimiserConfig(lr=0.05, grad_clip=0.05, micro_tokens=20 + 10 * ranks.rank),
@@ -258,7 +268,7 @@ def led(case: SharedCase, ranks: Ranks) -> dict[str, Any]:
             "steps": steps,
             "weights": ranks.whole(dict(model.state_dict())),
             "held": held(processes),
-            "mine": sorted({str(row.tape) for row in processes.share.rows}),
+            "mine": sorted(cast(Noting, processes.member).mine),
             "arrived": sorted(set(ARRIVED)),
         }
     steps: list[UpdateStats] = []
