@@ -30,8 +30,8 @@ class EpisodeSpec(Value):
     """The id of the group whose attempts are compared. None means that the episode is compared with no other."""
     attempt: int = Field(default=0, ge=0)
     """The episode's number within its group, counted from 0."""
-    limits: Limits = Limits()
-    sampling: Sampling = Sampling()
+    limits: Limits = Field(default_factory=Limits)
+    sampling: Sampling = Field(default_factory=Sampling)
     retries: int = Field(default=2, ge=0)
     """Maximum number of times that a model call is repeated after engine errors that may be temporary."""
     fork: Tape | None = None
@@ -41,7 +41,7 @@ class EpisodeSpec(Value):
     """Why to continue `fork` although the environment doesn't reach the recorded state. The tape records the reason."""
     tape_id: str | None = None
     """The id of the new tape. None means a new id."""
-    versions: dict[str, str] = Field(default={})
+    versions: dict[str, str] = Field(default_factory=dict[str, str])
     """Versions that the episode must run with, by their names in `Begin.versions`, such as `package` and `tokenizer`.
     `rollout` refuses the episode if the process that runs it has another version. Other versions aren't checked."""
 
