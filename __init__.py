@@ -83,7 +83,7 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import remedies  # noqa: F401  # errors then name commands and settings
+    from .cli import remedies  # noqa: F401  # errors then name commands and settings
 
     try:
         value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)

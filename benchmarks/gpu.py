@@ -156,7 +156,7 @@ def measured(case: str, folder: Path, updates: int) -> dict[str, Any]:
     from tapereel.finetune.api.estimate import estimate
     from tapereel.finetune.run.train_config import TrainConfig
     from tapereel.finetune.run.train_run import train
-    from tapereel.finetune.trainer.training_profiles import fitted
+    from tapereel.finetune.trainer.options import fitted
 
     cuda = torch.cuda.is_available()
     size = CASES[case][0]

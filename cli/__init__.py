@@ -4,7 +4,7 @@ A verb reads its arguments, calls one library function that a Python user can ca
 `command.main` runs the verb. No library module imports this package, and no verb imports another verb.
 """
 
-from .. import remedies  # noqa: F401  # errors then name commands and settings
+from . import remedies  # noqa: F401  # errors then name commands and settings
 from .command import VERBS, load, main, verb_parser
 
 __all__ = ["VERBS", "load", "main", "verb_parser"]

@@ -31,7 +31,7 @@ settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 
-importlib.import_module("tapereel.remedies")  # as in `import tapereel as tr` and on the command line
+importlib.import_module("tapereel.cli.remedies")  # as in `import tapereel as tr` and on the command line
 
 
 class NetworkRefused(RuntimeError):

@@ -103,7 +103,7 @@ class Default(NamedTuple):
     light_adapted: Any = None
     """The value for adapters on a light model. None means `adapted`."""
 
-    def value(self, profile: str, adapters: bool) -> Any:
+    def value(self, profile: str, adapters: bool) -> object:
         """Return the value in the profile, for adapters or all weights."""
         light = profile == "light"
         if adapters and profile != "tiny" and (value := (light and self.light_adapted) or self.adapted):
@@ -155,7 +155,7 @@ def fill(config: ConfigT, rows: Iterable[Default], policy: object, above: str = 
         key, source, factor = row.key, row.source, row.far
         if "checkpointing" in key and (shape is None or shape.drops):
             continue  # the trainer refuses checkpointing for a model with dropout
-        value = row.value(name, adapted)
+        value: Any = row.value(name, adapted)
         made, present = _put(config, key.split("."), value)
         if made != config:
             config, filled = made, [*filled, f"{above}{key}={value}"]

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     """Train, and print the summary."""
     from ...finetune.api.estimate import estimate
     from ...finetune.run.train_config import TrainConfig
-    from ...finetune.trainer.training_profiles import fitted
+    from ...finetune.trainer.options import fitted
 
     config = load_config(TrainConfig, args.config, scene_settings(args))
     other = os.environ.get("RANK", "0") != "0"  # `torchrun` starts several processes, and only the first one prints

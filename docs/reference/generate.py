@@ -211,14 +211,14 @@ def _profiles() -> Iterator[str]:
 
 
 def _profiled_key(row: Default) -> str:
-    bodies = importlib.import_module("tapereel.finetune.trainer.training_profiles").CRITICS
+    bodies = importlib.import_module("tapereel.finetune.trainer.options").CRITICS
     body = next((body for body, rows in bodies.items() if row in rows), None)
     return f"`{row.key}`" + (f" (`body={body}`)" if body else "")
 
 
 def profiles() -> tuple[Default, ...]:
     """The settings that profiles set."""
-    found = importlib.import_module("tapereel.finetune.trainer.training_profiles")
+    found = importlib.import_module("tapereel.finetune.trainer.options")
     return (*found.PROFILES, *(row for rows in found.CRITICS.values() for row in rows))
 
 

@@ -28,9 +28,9 @@ from ..loop.loop_config import NO_WARM_START, CriticConfig
 from ..loop.policy import Policy
 from ..objective.recipe import Recipe
 from ..recipes import get_recipe
+from ..trainer.options import fit_critic
 from ..trainer.ranks import Ranks
 from ..trainer.sequence_parallel import check_model
-from ..trainer.training_profiles import fit_critic
 from .load_policy import check_custom, load_policy
 from .players import Team
 from .train_config import CurriculumConfig, EvaluationConfig, TrainConfig

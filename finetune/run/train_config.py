@@ -18,7 +18,7 @@ from ...tapes import Sampling
 from ...tapes.errors import UsageError
 from ...tapes.store.store import Store
 from ..loop.loop_config import SECOND, LoopConfig, ProcessesConfig, WarmStartConfig
-from ..trainer.training_profiles import fitted
+from ..trainer.options import fitted
 from .player_config import (
     Players,
     TrainedEngine,

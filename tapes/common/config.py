@@ -46,7 +46,9 @@ show `origin` as the source. A string has the form `KEY=VALUE`, as on a command 
 _LONE = re.compile("[\ud800-\udfff]")
 
 
-Translation = Callable[[Group, Keys, Any], tuple[Keys, Any] | None]
+Item = tuple[Keys, object]
+"""The keys and value of a setting."""
+Translation = Callable[[Group, Keys, Any], Item | None]
 """Gets all settings of a run's `config.yaml`, and the keys and value of one. Returns the keys and value that this
 setting has now, or None if it doesn't exist any more."""
 _translations: list[Translation] = []
@@ -58,11 +60,11 @@ def translation(function: Translation) -> Translation:
     return function
 
 
-def translated(values: Sequence[tuple[Keys, Any, OriginT]]) -> Iterator[tuple[Keys, Any, OriginT]]:
+def translated(values: Sequence[tuple[Keys, object, OriginT]]) -> Iterator[tuple[Keys, object, OriginT]]:
     """Yield the settings of a run's `config.yaml` with the names and values that they have now."""
     whole = nested((keys, value) for keys, value, _ in values)
     for keys, value, origin in values:
-        found: tuple[Keys, Any] | None = (keys, value)
+        found: Item | None = (keys, value)
         for one in _translations:
             found = one(whole, *found) if found is not None else None
         if found is not None:

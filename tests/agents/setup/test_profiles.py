@@ -15,7 +15,7 @@ from tapereel.agents.runs.runner import RunConfig
 from tapereel.agents.setup.profiles import fitted as fitted_run
 from tapereel.agents.setup.profiles import shape_of
 from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.trainer.training_profiles import fitted
+from tapereel.finetune.trainer.options import fitted
 from tapereel.tapes.common.config import dump_config, load_config
 from tapereel.tapes.store.run_directory import read_metrics
 

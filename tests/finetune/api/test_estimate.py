@@ -21,7 +21,7 @@ from tapereel.finetune.recipes import RECIPES as REAL
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.trainer import lm_head
 from tapereel.finetune.trainer.logprobs import be_still
-from tapereel.finetune.trainer.training_profiles import fitted
+from tapereel.finetune.trainer.options import fitted
 from tapereel.tapes.common.config import load_config
 
 from ..trainer.seen import png, shown

@@ -23,7 +23,7 @@ from tapereel.finetune.run.demonstrations import DEMO, DemoConfig, DemoSummary, 
 from tapereel.finetune.run.demonstrations import demo as run_demo
 from tapereel.finetune.trainer import checkpoint
 from tapereel.finetune.trainer.checkpoint import checkpoints, prune, remove_partial, save_checkpoint
-from tapereel.finetune.trainer.training_profiles import fitted
+from tapereel.finetune.trainer.options import fitted
 from tapereel.tapes.common.config import ConfigError, dump_config
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.lease import Lease, LeaseLost, end_lease

@@ -17,7 +17,7 @@ from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_ada
 from tapereel.finetune.api.estimate import estimate
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.trainer.logprobs import score
-from tapereel.finetune.trainer.training_profiles import fitted
+from tapereel.finetune.trainer.options import fitted
 from tapereel.tapes.common.config import load_config
 from tapereel.tapes.errors import UsageError
 

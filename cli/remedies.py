@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .tapes.errors import Command, offer
+from ..tapes.errors import Command, offer
 
 REMEDIES = {
     # commands
