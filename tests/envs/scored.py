@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from tapereel.agents import Agent, ScriptedEngine, agent, rollout
+from tapereel.agents import Agent, EpisodeSpec, ScriptedEngine, agent, rollout
 from tapereel.envs import Environment, Outcome, Rewards, RewardSource
 from tapereel.tapes import Answer, Tape, Task, Text
 from tapereel.tapes.records import Reward
@@ -34,8 +34,9 @@ SPEAKER: Agent = speaker
 
 async def said(answer: str, task: Task | None = None, **options: Any) -> Tape:
     env = options.pop("env", Asks)
-    task = task or Task(public="q", private="a")
-    return await rollout(SPEAKER, env, task, engine=ScriptedEngine([answer]), **options)
+    journal = options.pop("journal", None)
+    spec = EpisodeSpec.of(task or Task(public="q", private="a"), **options)
+    return await rollout(SPEAKER, env, spec, engine=ScriptedEngine([answer]), journal=journal)
 
 
 def tapes(answers: Sequence[str], task: Task | None = None, **options: Any) -> list[Tape]:

@@ -175,7 +175,7 @@ def test_an_undeclared_kind_is_the_fault_of_the_environment():
             assert (tape.cause.type, tape.cause.error) == (CauseType.ENVIRONMENT, "TypeError")
             assert re.search("Secret.*`kinds`", str(tape.cause.message))
         async with served(Telling) as remote:
-            tape = await play(remote, "5", limits=None)
+            tape = await play(remote, "5")
             assert Secret(text="not declared") in list(tape)
 
     asyncio.run(check())

@@ -10,7 +10,7 @@ import pytest
 from pydantic_core import to_json
 
 from tapereel.tapes import Observation, Picture, Video
-from tapereel.tapes.errors import NoSuchTape
+from tapereel.tapes.errors import NoSuchTape, remedy
 from tapereel.tapes.steps import _registry
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.view import RunView
@@ -296,7 +296,7 @@ def test_a_torn_tail_is_a_hole(tmp_path: Path):
         integrity = view.overview()["integrity"]
         assert view.head("t")["items"] == 5
         assert view.overview()["state"] == "died"
-        assert view.report()["notes"] == (DIED,)
+        assert view.report()["notes"] == (DIED + remedy("resume", ""),)
     assert integrity["broken"] == []
     assert integrity["live"] == [segment.stem]
     assert segment.stem in integrity["holes"][0]
