@@ -7,6 +7,7 @@ from ..tapes.errors import Command, offer
 REMEDIES = {
     # commands
     "verify": "`tapereel verify`",
+    "verify run": "tapereel verify {run}",
     "audit": "`tapereel audit`",
     "show": "tapereel show RUN {tape}",
     "explain": " (tapereel explain RUN)",

@@ -90,7 +90,7 @@ def torn_tails(store: Store) -> list[str]:
     bytes."""
     return [
         f"{torn.size:,} bytes at the tail of segment {torn.segment} are torn, so their records are left out here: "
-        f"see {remedy('verify', '`verify(run)`')} of {store.path}"
+        f"see {remedy('verify run', f'`verify` of {store.path}', run=store.path)}"
         for torn in store.refresh().values()
     ]
 

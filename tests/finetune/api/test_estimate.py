@@ -120,7 +120,7 @@ def test_a_dry_run_prints_the_estimate_below_a_configuration_that_can_be_read_ba
         made["GiB"]["sum"], abs=0.01
     )
     assert f"#     sum: {made['GiB']['sum']}" in printed
-    assert made["tokens"]["update"] == 16 * 8 * 4096
+    assert made["tokens"]["update"] == 8 * 8 * 10 * 256  # groups, attempts, turns, tokens of profile `light`
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["estimate"] == made
 
