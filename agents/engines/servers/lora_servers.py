@@ -88,7 +88,7 @@ def write_adapter(state: Mapping[str, Tensor], folder: Path, config: AdapterConf
 
 
 class AdapterEngine(RemoteEngine):
-    """Samples from vLLM servers with one LoRA adapter per version. Created by `connect` for `publish: lora`."""
+    """Samples from vLLM servers with one LoRA adapter per version. Created by `connect` for adapters."""
 
     def __init__(
         self,
