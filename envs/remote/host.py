@@ -214,7 +214,7 @@ def _serve(make: EnvironmentFactory, declared: Declared, asked: IO[bytes], answe
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     answering: asyncio.Task[Answer] | None = None
 
-    def cancel() -> None:  # nobody waits for the answer, and the environment must be closed in time
+    def cancel() -> None:  # no caller reads the answer, and the environment must be closed in time
         if answering is not None:
             answering.cancel()
 

@@ -200,7 +200,7 @@ def _every(rewards: TapeScorer | None) -> tuple[AnySource, ...]:
 
 def beside(records: Sequence[Reward], names: Iterable[str], own: Collection[str]) -> list[Reward]:
     """Return the records of an episode's sources next to the environment's `own` components. A source with the name of
-    one of these becomes `NAME_2`, so that both can be told apart and weighed."""
+    one of these becomes `NAME_2`, so that both can be distinguished and weighed."""
     taken = [name for name in names if any(_heads(name, component) for component in own)]
     return [
         next((r.model_copy(update={"name": f"{n}_2{r.name[len(n) :]}"}) for n in taken if _heads(n, r.name)), r)
