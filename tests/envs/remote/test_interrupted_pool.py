@@ -63,7 +63,8 @@ def interrupted(folder: Path, wait: str, closing: str = "pass") -> tuple[int, fl
 
 
 def workers(folder: Path) -> list[int]:
-    return [pid for name in folder.glob("*/*-*") if alive(pid := int(name.name.split("-")[1]))]
+    places = [*folder.glob("open/*"), *folder.glob("closed/*")]
+    return [pid for place in places if alive(pid := int(place.name.split("-")[1]))]
 
 
 def alive(pid: int) -> bool:
