@@ -5,7 +5,7 @@ sessions at once take.
     python benchmarks/remote_env.py --openenv .contract/openenv
 
 The environment says back what it is told. CPU seconds are those of both sides together, client and server, the best of
-three rounds; OpenEnv's package lives in an environment of its own (`python tests/contract/openenv_env.py`).
+three rounds; OpenEnv's package lives in an environment of its own (`python -m tests.contract.openenv_env`).
 """
 
 from __future__ import annotations

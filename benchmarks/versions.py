@@ -1,8 +1,8 @@
 """The tests in a fresh environment with other versions of the packages, or another Python; prints a row of a table.
 
-    python benchmarks/versions.py lowest tests/front tests/tapes tests/agents
-    python benchmarks/versions.py newest --limit torch==2.13.0 tests
-    python benchmarks/versions.py pinned --python 3.12 --without torch --at-least 1500 tests/tapes
+    python -m benchmarks.versions lowest tests/front tests/tapes tests/agents
+    python -m benchmarks.versions newest --limit torch==2.13.0 tests
+    python -m benchmarks.versions pinned --python 3.12 --without torch --at-least 1500 tests/tapes
 
 `lowest` takes the lower bound of every package in pyproject.toml, `newest` what pip gives today, and `pinned` the
 versions of constraints.txt. Packages are downloaded; the tests themselves reach no other machine. The exit code is
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+
+from tests.contract.environments import install, make
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN = ("torch", "transformers", "numpy", "pydantic", "litellm", "openai", "mcp", "pydantic-ai-slim")
@@ -34,14 +34,12 @@ def main() -> int:
     parser.add_argument("tests", nargs="+")
     parser.add_argument("--python", default="3.11", help="such as 3.12")
     parser.add_argument("--without", choices=list(NEED), help="install and test without this package")
-    parser.add_argument("--limit", action="append", default=[], help="a constraint of pip, such as torch==2.13.0")
+    parser.add_argument("--limit", action="append", default=[], help="a constraint, such as torch==2.13.0")
     parser.add_argument("--at-least", type=int, default=0, metavar="N", help="fail where fewer tests passed")
     args = parser.parse_args()
     folder = ROOT / ".contract" / f"versions-{args.versions}-{args.python}"
-    shutil.rmtree(folder, ignore_errors=True)
-    run(interpreter(args.python), "-m", "venv", folder)
-    python = folder / "bin" / "python"
-    install(python, args)
+    python = make(folder, args.python)
+    packages(python, args)
     command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--tb=short", *args.tests]
     command += ["--without", args.without] if args.without else []
     if args.versions != "pinned":
@@ -59,39 +57,17 @@ def main() -> int:
     return code
 
 
-def interpreter(version: str) -> str:
-    """The path of this version's Python, which is on PATH or which pyenv knows."""
-    name = f"python{version}"
-    # pyenv's `python3.12` works where pyenv is asked for that version, and no other program reads the variable.
-    asked = os.environ | {"PYENV_VERSION": version}
-    found = shutil.which(name)
-    probe = [found or name, "-c", "import sys; print(sys.executable)"]
-    done = subprocess.run(probe, env=asked, capture_output=True, text=True) if found else None
-    if done is None or done.returncode:
-        sys.exit(
-            f"{name} is needed and not found on PATH: install it (`pyenv install {version}`, or your system's package)"
-        )
-    return done.stdout.strip()
-
-
-def install(python: Path, args: argparse.Namespace) -> None:
-    """The `dev` extra without what `--without` leaves out, and this checkout."""
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+def packages(python: Path, args: argparse.Namespace) -> None:
+    """Install the `dev` extra without what `--without` leaves out, and this checkout."""
     needs, out = sorted(requirements("dev")), NEED.get(args.without, ())
     wanted = [need for need in needs if re.split(r"[^\w-]", need)[0] not in out]
-    limits = folder_file(python, "limits.txt", args.limit)
-    if args.versions == "lowest":
-        # uv finds the versions; pip installs them, since it may know places of wheels that uv doesn't.
-        run(*pip, "uv")
-        asked = folder_file(python, "asked.txt", wanted)
-        lowest = python.parents[1] / "lowest.txt"
-        uv = [python, "-m", "uv", "pip", "compile", "--quiet", "--resolution", "lowest-direct"]
-        run(*uv, "--constraint", limits, "--python-version", args.python, "--output-file", lowest, asked)
-        run(*pip, "--no-deps", "--requirement", lowest)
-    else:
-        pins = ["--constraint", ROOT / "constraints.txt"] if args.versions == "pinned" else ["--upgrade"]
-        run(*pip, *pins, "--constraint", limits, *wanted)
-    run(*pip, "--no-deps", "--editable", ROOT)
+    options = {
+        "lowest": ["--resolution", "lowest-direct"],
+        "newest": ["--upgrade"],
+        "pinned": ["--constraint", ROOT / "constraints.txt"],
+    }[args.versions]
+    install(python, *options, "--constraint", folder_file(python, "limits.txt", args.limit), *wanted)
+    install(python, "--no-deps", "--editable", ROOT)
 
 
 def folder_file(python: Path, name: str, lines: list[str]) -> Path:
@@ -109,12 +85,6 @@ def requirements(extra: str) -> set[str]:
         inner = re.fullmatch(r"tapereel\[(.+)\]", need)
         found |= {need} if inner is None else set().union(*map(requirements, inner[1].split(",")))
     return found
-
-
-def run(*words: object) -> None:
-    """One command, shown; its failure ends this program."""
-    print("$", *words, flush=True)
-    subprocess.run(list(map(str, words)), check=True)
 
 
 def stream(command: list[object]) -> tuple[int, str]:

@@ -142,6 +142,22 @@ def test_progress_in_a_pipe_is_a_line_for_the_first_and_the_last(capsys: pytest.
     assert err.splitlines() == ["rolling out: 1/5 [bold]\\x1b[31m", "rolling out: 5/5 [bold]\\x1b[31m", "training: 0/3"]
 
 
+def test_a_long_phase_says_how_long_the_rest_will_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    clock = iter([0.0, 20.0, 60.0, 100.0])
+    monkeypatch.setattr("tapereel.cli.progress_bars.time.monotonic", lambda: next(clock))
+    with live_progress() as progress:
+        for done in (10, 11, 13, 20):  # resumed at the tenth of twenty
+            progress("train", done, 20, "reward 0.5")
+    assert capsys.readouterr().err.splitlines() == [
+        "train: 10/20 reward 0.5",
+        "train: 11/20 reward 0.5",
+        "train: 13/20 reward 0.5, about 0:02:20 left",
+        "train: 20/20 reward 0.5",
+    ]
+
+
 def test_progress_on_a_terminal_is_a_bar_for_each_phase(monkeypatch: pytest.MonkeyPatch):
     import io
     import sys

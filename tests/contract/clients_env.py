@@ -1,6 +1,6 @@
 """Make the environments of the unmodified clients that are run through the gateway, and of the models of ATIF.
 
-    python tests/contract/clients_env.py         (into .contract/clients; does nothing where it is there already)
+    python -m tests.contract.clients_env         (into .contract/clients; does nothing where it is there already)
 
 About 1.6 GB: 320 MB of Python packages, 420 MB of Codex, 380 MB of Claude Code, 25 MB of Vercel's AI SDK, and 400 MB of
 two clients that pin other versions. Needs node, npm, and Python 3.12, as one of the clients does. It is apart because
@@ -13,6 +13,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+from .environments import install, make
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(os.environ.get("TAPEREEL_CLIENTS_ENVIRONMENT", ROOT / ".contract" / "clients"))
@@ -53,26 +55,14 @@ def is_there() -> bool:
     return DONE.exists() and DONE.read_text() == MADE
 
 
-def install(folder: Path, *packages: str, lent: Path | None = None) -> None:
-    """Make an environment. What `lent` has in a fitting version isn't installed again."""
-    # pyenv's `python3.12` works where pyenv is asked for that version, and no other program reads the variable.
-    make = ["python3.12", "-m", "venv", "--clear", folder]
-    subprocess.run(make, env=os.environ | {"PYENV_VERSION": "3.12"}, check=True, timeout=120)
-    if lent is not None:
-        (folder / lent.relative_to(FOLDER) / "lent.pth").write_text(f"{lent}\n")
-    pip = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
-    subprocess.run([*pip, *packages], check=True, timeout=600)
-
-
 def main() -> None:
     if is_there():
         print(f"{FOLDER} is there already")
         return
     DONE.unlink(missing_ok=True)
-    install(FOLDER, *PACKAGES)
-    (lent,) = FOLDER.glob("lib/python*/site-packages")
+    install(make(FOLDER, "3.12"), *PACKAGES)
     for client, package in APART.items():
-        install(FOLDER / client, package, lent=lent)
+        install(make(FOLDER / client, "3.12"), package)
     npm = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", "--prefix", FOLDER, *NPM_PACKAGES]
     subprocess.run(npm, check=True, timeout=600)
     for program in ("codex", "claude"):

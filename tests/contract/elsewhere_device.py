@@ -1,6 +1,6 @@
 """Make the device of the tests that need another one than the CPU: `standin/elsewhere.cpp`, compiled for this torch.
 
-    python tests/contract/elsewhere_device.py     (into .contract/elsewhere; does nothing where it is there already)
+    python -m tests.contract.elsewhere_device     (into .contract/elsewhere; does nothing where it is there already)
 
 It takes g++ and half a minute.
 """

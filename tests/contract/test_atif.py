@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
 
 def test_the_models_of_atif_read_every_kind_of_tape(tmp_path: Path):
     if not DONE.exists():
-        pytest.fail("the environment is not there: run python tests/contract/clients_env.py")
+        pytest.fail("the environment is not there: run python -m tests.contract.clients_env")
     tapes = [make() for make in KINDS.values()]
     assert write(tapes, tmp_path / "out", "atif").records == len(KINDS)
     files = sorted((tmp_path / "out").glob("*/trajectory.json"))

@@ -153,7 +153,7 @@ ALL: dict[str, Client] = {
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_there():
-        pytest.fail("the environment is not there or out of date: run python tests/contract/clients_env.py")
+        pytest.fail("the environment is not there or out of date: run python -m tests.contract.clients_env")
     monkeypatch.setenv("OPENAI_AGENTS_DISABLE_TRACING", "1")
 
 

@@ -29,7 +29,7 @@ async def client(script: str, *words: str) -> None:
 
 def test_two_hundred_conversations_of_official_clients(tmp_path: Path):
     if not is_there():
-        pytest.fail("the environment is not there: run python tests/contract/clients_env.py")
+        pytest.fail("the environment is not there: run python -m tests.contract.clients_env")
     talks, sent = drawn(200), list[Any]()
     assert {talk.api for talk in talks} == {*APIS}
 

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 @pytest.mark.ledger("F91")
 def test_what_trains_on_another_device_comes_to_the_same(tmp_path: Path) -> None:
     if not library().exists():
-        pytest.fail(f"there is no {library()}; make it: python tests/contract/elsewhere_device.py")
+        pytest.fail(f"there is no {library()}; make it: python -m tests.contract.elsewhere_device")
     package = Path(__file__).resolve().parents[2]
     done = subprocess.run(
         [sys.executable, "-m", "tests.contract.device_run", str(tmp_path)],

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.contract, pytest.mark.timeout(200)]
 @pytest.fixture(scope="module")
 def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if not PYTHON.exists():
-        pytest.fail("there is no environment with OpenEnv: run python tests/contract/openenv_env.py")
+        pytest.fail("there is no environment with OpenEnv: run python -m tests.contract.openenv_env")
     with echo_server(tmp_path_factory.mktemp("openenv") / "log") as url:
         yield url
 

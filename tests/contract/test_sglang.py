@@ -96,7 +96,7 @@ class SGLang:
 @pytest.fixture(scope="module")
 def pair(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SGLang, SGLang]]:
     if not DONE.exists():
-        pytest.fail(f"there is no SGLang in {FOLDER}; make it: python tests/contract/sglang_cpu.py")
+        pytest.fail(f"there is no SGLang in {FOLDER}; make it: python -m tests.contract.sglang_cpu")
     logs = tmp_path_factory.mktemp("log")
     well, mortal = (SGLang(folder, logs / name) for name in ("well", "mortal"))
     try:

@@ -35,7 +35,7 @@ def outside() -> Iterator[socket.socket]:
 def ran(outside: socket.socket, *words: str | Path) -> str:
     """What a program says that the environment's Python runs, with no network but through `outside`."""
     if not trl_env.DONE.exists():
-        pytest.fail("the environment is not there: run python tests/contract/trl_env.py")
+        pytest.fail("the environment is not there: run python -m tests.contract.trl_env")
     kept = {
         name: value
         for name, value in os.environ.items()

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
 def started(script: str, *words: str | Path) -> None:
     """Run a script of this folder by the Python of the environment."""
     if not trl_env.DONE.exists():
-        pytest.fail("the environment is not there: run python tests/contract/trl_env.py")
+        pytest.fail("the environment is not there: run python -m tests.contract.trl_env")
     command = [trl_env.PYTHON, Path(__file__).with_name(script), *words]
     done = subprocess.run(
         command, env={**os.environ, **trl_env.ENVIRONMENT}, capture_output=True, text=True, timeout=240

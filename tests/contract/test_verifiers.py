@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize("part", ["same", "functions", "failing", "refused", "commands"])
 def test_environments_of_verifiers_run_here_as_there(part: str, tmp_path: Path) -> None:
     if not DONE.exists():
-        pytest.fail("the environment is not there: run python tests/contract/verifiers_env.py")
+        pytest.fail("the environment is not there: run python -m tests.contract.verifiers_env")
     home = {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     command = [PYTHON, HERE / "verifiers_run.py", part]
     done = subprocess.run(

@@ -17,7 +17,7 @@ CHECKS = [Path(__file__).with_name(name) for name in ("video_checks.py", "video_
 @pytest.mark.ledger("F11", "F93", "F94", "F95", "F96", "F97")
 def test_native_videos_are_sampled_trained_and_compared_as_pictures_are() -> None:
     if not video_env.DONE.exists():
-        pytest.fail("the environment is not there: run python tests/contract/video_env.py")
+        pytest.fail("the environment is not there: run python -m tests.contract.video_env")
     command = [video_env.PYTHON, "-m", "pytest", "-q", *CHECKS]
     done = subprocess.run(
         command, cwd=video_env.ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=580

@@ -20,7 +20,7 @@ CLOSE = 1e-3
 
 def test_vllm_finds_in_the_trained_smollm_what_transformers_finds():
     if not TRAINED.exists():
-        pytest.fail(f"there is no {TRAINED}; make it: python tests/contract/smollm_env.py, then smollm_run.py")
+        pytest.fail(f"there is no {TRAINED}; make it: python -m tests.contract.smollm_env, then smollm_run")
     chat = [{"role": "user", "content": "What is the first letter of the word apple?"}]
     ids = AutoTokenizer.from_pretrained(TRAINED).apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
     model = AutoModelForCausalLM.from_pretrained(TRAINED, dtype=torch.float32)

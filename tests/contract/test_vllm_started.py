@@ -17,11 +17,11 @@ from .lab import run_in_vllm
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("publish", ["reload", "transfer"])
-def test_train_samples_from_a_server_that_it_starts_and_stops(folder: Path, tmp_path: Path, publish: str) -> None:
+@pytest.mark.parametrize("weights", ["reload", "transfer"])
+def test_train_samples_from_a_server_that_it_starts_and_stops(folder: Path, tmp_path: Path, weights: str) -> None:
     run = tmp_path / "run"
     printed = run_in_vllm(
-        Path(__file__).with_name("started_train.py"), str(folder), str(run), str(tmp_path / "weights"), publish
+        Path(__file__).with_name("started_train.py"), str(folder), str(run), str(tmp_path / "weights"), weights
     )
     found = json.loads(printed.splitlines()[-1])
     for summary in (found["trained"], found["resumed"]):

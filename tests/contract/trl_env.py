@@ -1,7 +1,7 @@
 """Make the environment in which TRL's own trainers train on our rows, wandb, trackio and mlflow draw a run of ours, and
 TorchRL's losses stand beside ours.
 
-    python tests/contract/trl_env.py             (into .contract/trl; does nothing where it is there already)
+    python -m tests.contract.trl_env             (into .contract/trl; does nothing where it is there already)
 
 About 2.2 GB. It is apart because TRL and mlflow pin versions of their own.
 """
@@ -9,21 +9,20 @@ About 2.2 GB. It is apart because TRL and mlflow pin versions of their own.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import venv
 from pathlib import Path
+
+from .environments import install, make
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(os.environ.get("TAPEREEL_TRL_ENVIRONMENT", ROOT / ".contract" / "trl"))
 PYTHON = FOLDER / "bin" / "python"
 DONE = FOLDER / "complete"
 STEPS = [
-    ["install", "--quiet", "torch==2.13.0"],
-    ["install", "--quiet", "trl==1.16.0", "transformers==5.20.2", "jmespath", "pydantic", "pyyaml", "rich"],
-    ["install", "--quiet", "torchrl==0.14.1", "tensordict==0.14.3", "torch==2.13.0"],
-    ["install", "--quiet", "wandb==0.31.0", "trackio==0.43.0", "mlflow==3.17.2"],
-    ["install", "--quiet", "--no-deps", "--editable", str(ROOT)],
+    ["torch==2.13.0", "trl==1.16.0", "transformers==5.20.2", "jmespath", "pydantic", "pyyaml", "rich"],
+    ["torchrl==0.14.1", "tensordict==0.14.3", "torch==2.13.0"],
+    ["wandb==0.31.0", "trackio==0.43.0", "mlflow==3.17.2"],
+    ["--no-deps", "--editable", str(ROOT)],
 ]
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -39,11 +38,9 @@ def main() -> None:
         print(f"{FOLDER} is there already")
         return
     DONE.unlink(missing_ok=True)
-    if not PYTHON.exists():
-        venv.create(FOLDER, with_pip=True)
+    make(FOLDER)
     for step in STEPS:
-        print("pip", *step, flush=True)
-        subprocess.run([PYTHON, "-m", "pip", "--disable-pip-version-check", *step], check=True, timeout=900)
+        install(PYTHON, *step)
     DONE.write_text(made)
 
 

@@ -1,6 +1,6 @@
 """Make the environment in which VerifiersEnvironment runs environments of the real `verifiers`.
 
-    python tests/contract/verifiers_env.py       (into .contract/verifiers; does nothing where it is there already)
+    python -m tests.contract.verifiers_env       (into .contract/verifiers; does nothing where it is there already)
 
 About 340 MB. It is apart because the package pins an older `mcp`. `renderers` and the clients of Prime's services are
 installed without their dependencies, since nothing here needs them.
@@ -9,10 +9,10 @@ installed without their dependencies, since nothing here needs them.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import venv
 from pathlib import Path
+
+from .environments import install, make
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(os.environ.get("TAPEREEL_VERIFIERS_ENVIRONMENT", ROOT / ".contract" / "verifiers"))
@@ -48,11 +48,9 @@ def main() -> None:
         print(f"{FOLDER} is there already")
         return
     DONE.unlink(missing_ok=True)
-    if not PYTHON.exists():
-        venv.create(FOLDER, with_pip=True)
+    make(FOLDER)
     for step in STEPS:
-        command = [PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *step]
-        subprocess.run(command, check=True, timeout=600)
+        install(PYTHON, *step)
     DONE.write_text(made)
 
 

