@@ -22,7 +22,7 @@ from ..loop.history import BrokenHistory, History
 from ..recipes import BrokenRecipes
 from ..run.loaded_run import LoadedRun
 from ..run.player_config import TrainerConfig
-from ..run.players import lineage_of
+from ..run.players import folder_of, lineage_of
 from ..run.train_config import TrainConfig
 from ..run.training import Training
 from ..trainer.ranks import Ranks
@@ -59,9 +59,10 @@ class RebuiltRun:
         training, base = _begin(run, RunDir(scratch, own, store, resumed=True), ranks or Ranks())
         if player is None:
             return cls(training, training.history, base)
-        if player not in training.team.histories:
+        if player not in training.histories:
             raise Unknown(f"{run / RESULTS} has the trained player {player!r}, and {run / CONFIG} doesn't have it")
-        return cls(training, training.team.histories[player], f"the model in {training.team.folder(player)}")
+        model = folder_of(player, training.players[player])
+        return cls(training, training.histories[player], f"the model in {model}")
 
 
 def _results(run: Path) -> Results:

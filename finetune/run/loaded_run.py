@@ -32,7 +32,8 @@ from ..trainer.options import fit_critic
 from ..trainer.ranks import Ranks
 from ..trainer.sequence_parallel import check_model
 from .load_policy import check_custom, load_policy
-from .players import Team
+from .player_config import TrainedConfig
+from .players import OWN
 from .train_config import CurriculumConfig, EvaluationConfig, TrainConfig
 from .warm_start import choose
 
@@ -61,11 +62,16 @@ class LoadedRun:
     config: TrainConfig
     recipe: Recipe
     """The recipe for the loop's updates."""
-    policy: Policy
-    """The policy with its base weights, which updates change in place."""
-    team: Team
+    policies: Mapping[str, Policy]
+    """The policies that are trained, by the name of their player, with their base weights, which updates change in
+    place. The first is the run's own (`OWN`)."""
     scene: Scene | None = None
     """None if nothing is sampled, only recorded updates applied again."""
+
+    @property
+    def policy(self) -> Policy:
+        """The run's own policy."""
+        return self.policies[OWN]
 
     @classmethod
     def of(cls, config: TrainConfig, setup: LoadedSetup, out: Path, ranks: Ranks) -> LoadedRun:
@@ -123,7 +129,13 @@ class LoadedRun:
                 if isinstance(name, str) and name not in ("base", "warm", "none"):
                     check_model(name, ranks.sequence.size)
         loop = config.loop
-        team = Team(config.players if not ranks.rank else {}, loop, recipe, seed=config.seed)
+        players = {
+            name: load_policy(
+                cast(TrainedConfig, player.engine), player.trainer, player.loop_of(loop), recipe, seed=config.seed
+            )
+            for name, player in config.players.items()
+            if not player.frozen and not ranks.rank
+        }
         policy = load_policy(
             config.engine,
             config.trainer,
@@ -138,7 +150,7 @@ class LoadedRun:
                 "rank 0 also holds the whole model, because the embedded engine samples with it; with servers "
                 "(`engine.kind=vllm` or `sglang`), no rank does"
             )
-        return cls(config, recipe, policy, team, scene)
+        return cls(config, recipe, {OWN: policy, **players}, scene)
 
     def tapes_to_imitate(self) -> Sequence[str]:
         """Return the ids of the tapes that the warm start imitates. They are in another run. Without a warm start,

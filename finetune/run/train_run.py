@@ -225,7 +225,7 @@ def _summary(training: Training, hints: tuple[str, ...]) -> TrainSummary:
 
 
 def _player(name: str, training: Training) -> PlayerSummary:
-    player, history = training.config.players[name], training.team.histories.get(name)
+    player, history = training.config.players[name], training.histories.get(name)
     if history is None:
         folder = getattr(player.engine, "model", None)
         return PlayerSummary(agents=player.agents, lineage=None, updates=0, model=folder)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from typing import Any, cast
 
 from ...agents import Engine, EpisodeSpec, rollout
@@ -18,6 +19,7 @@ from ...agents.episode.seeds import derive_seed
 from ...agents.runs.group import run_all
 from ...agents.runs.pass_at_k import NothingInCommon, compare
 from ...agents.runs.runner import rewards_of as recorded_rewards
+from ...agents.setup.team_config import team_of
 from ...tapes import Tape
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
@@ -38,6 +40,7 @@ from .evaluation import Evaluation, specs_of
 from .load_policy import check_rate
 from .loaded_run import LoadedRun, Scene
 from .longer import end_name, reached
+from .players import OWN, check_player, frozen_engines, lineage_of
 from .train_config import EndedBy, MeasuredBy
 from .warm_start import bring_in, warm_start
 
@@ -73,13 +76,21 @@ class Training:
         self, loaded: LoadedRun, run: RunDir, progress: Progress = silent, on_episode: OnEpisode | None = None
     ) -> None:
         self.loaded, self.run, self.progress, self.on_episode = loaded, run, progress, on_episode
-        self.config, self.team, self.recipe = loaded.config, loaded.team, loaded.recipe
-        self.loop = self.config.loop
-        self.policy = loaded.policy
+        self.config, self.recipe = loaded.config, loaded.recipe
+        self.loop, self.players = self.config.loop, self.config.players
+        self.policies, self.policy = loaded.policies, loaded.policy
         self.warm = self.config.warm or NO_WARM_START
         write_recipes(run.path, {"sft": get_recipe("sft"), "rl": self.recipe})
-        self.history = History(self.policy, run.store, run.results.lineage, run.path / "checkpoints")
-        self.team.begin(run)
+        self.histories: dict[str, History] = {}
+        """The history of each policy, by the name of its player. Its model has the base weights until `restore`."""
+        for name, policy in self.policies.items():
+            if name in self.players:
+                check_player(run, name, self.players[name], policy.weights.digest)
+            lineage, folder = lineage_of(run.results.lineage, name), run.path / "checkpoints" / name
+            self.histories[name] = History(policy, run.store, lineage, folder)
+        self.history = self.histories[OWN]
+        self._frozen: dict[str, Engine] = {}
+        """The engine of each frozen player, while the run samples."""
         self.shown: Sequence[str] = ()
         """Tapes in this run that the loop may also imitate."""
         self._loop: Loop | None = None
@@ -117,8 +128,13 @@ class Training:
         return results.imitated or ()
 
     def _copy(self) -> Engine:
-        """Return an engine with a copy of the current weights of the policy and the players."""
-        return self.team.measuring(self.policy.copy(self.history.version))
+        """Return an engine with copies of the current weights of all policies."""
+        return self._team({name: policy.copy(self.histories[name].version) for name, policy in self.policies.items()})
+
+    def _team(self, engines: Mapping[str, TrainableEngine]) -> TrainableEngine:
+        """Return the policies' engines and those of the frozen players as one. Closing it leaves the frozen players'
+        engines open, because several of these teams use them."""
+        return team_of(engines[OWN], self.players, {**engines, **self._frozen}, lent=self._frozen)
 
     @property
     def measured_by(self) -> MeasuredBy:
@@ -140,19 +156,25 @@ class Training:
             yield engine
 
     async def _sampling(self) -> list[Learner]:
-        """Make the loop's engines, with the current weights. Return the policies that learn."""
-        engine: TrainableEngine = await self.policy.sampler(self.history.version)
-        try:
-            learners = await self.team.learners(self.history, engine)
-            engine = learners[0].engine
-            check_sight(engine, self.scene.shows)
-            for learner in learners:
-                history = learner.history
-                await history.delivery.check(learner.engine, history.version, self.loop.sampler_tolerance)
-            return learners
-        except BaseException:
-            await engine.close()
-            raise
+        """Make the loop's engines, with the current weights. Return the policies that learn. The engine of the first
+        samples for all agents."""
+        engines: dict[str, TrainableEngine] = {}
+        async with AsyncExitStack() as made:
+            for name, policy in self.policies.items():
+                engines[name] = await policy.sampler(self.histories[name].version)
+                made.push_async_callback(engines[name].close)
+            team = self._team(engines)
+            check_sight(team, self.scene.shows)
+            learners = []
+            for name, history in self.histories.items():
+                # Tapes name the version that sampled them, so the record of this version comes before the first tape.
+                history.record_version("start")
+                agents = self.players[name].agents if name in self.players else self.loop.agents
+                engine = team if name == OWN else engines[name]
+                await history.delivery.check(engine, history.version, self.loop.sampler_tolerance)
+                learners.append(Learner(history=history, engine=engine, agents=agents, name=name))
+            made.pop_all()
+        return learners
 
     async def settled(self) -> None:
         """Wait for evaluations that use the loop's engine. If the weights in the engine changed during an evaluation,
@@ -168,28 +190,31 @@ class Training:
         """
         lines = read_metrics(self.run.path / METRICS)
         reported = {cast(int, line["update"]) for line in lines if line.get("phase") != "evaluation"}
+        others: dict[int, dict[str, object]] = {}
 
-        def report(stats: UpdateStats, uses: Sequence[Use]) -> None:
-            if (update := uses[0].update + 1) not in reported:
+        def report(name: str, stats: UpdateStats, uses: Sequence[Use]) -> None:
+            update = uses[0].update + 1
+            if name != OWN:
+                others.setdefault(update, {}).update(player_line(name, stats, uses, self._tapes_of(uses)))
+            elif update not in reported:
                 self.run.metrics({**self._line(stats, uses), **others.get(update, {})})
 
-        def line_of(name: str, stats: UpdateStats, uses: Sequence[Use]) -> dict[str, object]:
-            return player_line(name, stats, uses, self._tapes_of(uses))
-
+        again, (own, *players) = 0, self.histories
         with self.run.timed("restore"):
-            again, others = self.team.restore(self.progress, self.loop.checkpoint_every, line_of)
-            again += self.history.restore(
-                lambda done, of: self.progress("re-applying recorded updates", done, of, ""),
-                report=report,
-                checkpoint_every=self.loop.checkpoint_every,
-            )
+            for name in (*players, own):  # the line of an update also has the metrics of the players
+                history, said = self.histories[name], f"re-applying recorded updates{name and f' of {name}'}"
+                again += history.restore(
+                    lambda done, of, said=said: self.progress(said, done, of, ""),
+                    report=partial(report, name),
+                    checkpoint_every=self.loop.checkpoint_every,
+                )
+                if history.updates == 0:
+                    # The digest of the base weights. `reproduce` checks that it begins with the same weights.
+                    history.record_version("base")
         # Lines without a recorded update are dropped. The run makes these updates again and then writes their lines.
         self.run.drop_metrics(
             lambda line: line.get("phase") != "evaluation" and cast(int, line["update"]) > self.history.updates
         )
-        if self.history.updates == 0:
-            # This records the digest of the base weights. `reproduce` checks that it begins with the same weights.
-            self.history.record_version("base")
         self._note_scores()
         if again:
             self.run.results.reapplied += again
@@ -201,7 +226,7 @@ class Training:
             mean = found["sampled"].mean if "sampled" in found else None
             if mean is None:
                 continue
-            for history in (self.history, *self.team.histories.values()):
+            for history in self.histories.values():
                 history.scores[self.warm.updates + int(update)] = mean
 
     def _line(self, stats: UpdateStats, uses: Sequence[Use]) -> dict[str, Any]:
@@ -242,7 +267,7 @@ class Training:
 
     async def _improve(self) -> None:
         """Make the missing updates of the loop, with evaluations on held-out tasks before, during and after it."""
-        async with self.team.opened(self.run):
+        async with frozen_engines(self.players, self.run) as self._frozen:
             await self._improve_and_evaluate()
 
     async def _improve_and_evaluate(self) -> None:
@@ -274,10 +299,10 @@ class Training:
         start = self.warm.updates
         if self.done >= self.loop.updates or reached(self.run.results, self.loop.stop_at):
             # All updates were made, but a crash may have come before the last records or a player's last update.
-            if self.history.unrecorded or self.team.behind(self.history.updates):
+            if any(one.unrecorded or one.updates < self.history.updates for one in self.histories.values()):
                 await self._run_loop(lambda update: None, "catching up")
-            self.history.settle()
-            self.team.settle()
+            for history in self.histories.values():
+                history.settle()
             return
 
         def report(update: UpdateReport) -> None:
@@ -322,8 +347,6 @@ class Training:
     async def _run_loop(self, on_update: Callable[[UpdateReport], None], name: str) -> Loop:
         """Run the loop. `name` is the name of this part in progress reports."""
         learners = await self._sampling()
-        # Tapes name the version that sampled them, so the record of this version must come before the first tape.
-        self.history.record_version("start")
         scene, start, draw = self.scene, self.warm.updates, self.loaded.draw(self.run.results)
         order = list(range(len(scene.train_tasks)))
         random.Random(derive_seed(self.config.seed, "tasks")).shuffle(order)
@@ -383,7 +406,7 @@ class Training:
     @property
     def trained(self) -> tuple[str, ...]:
         """The paths of all trained agents if each agent has its own reward (`loop.by_agent`), otherwise ()."""
-        others = (path for name in self.team.policies for path in self.team.players[name].agents)
+        others = (path for name in self.policies if name != OWN for path in self.players[name].agents)
         return (*(self.loop.agents or ()), *others) if self.loop.by_agent else ()
 
     async def evaluate(self, engine: Engine, when: str) -> Evaluations:
