@@ -108,6 +108,7 @@ def ours(folder: Path) -> None:
     from tapereel.finetune.trainer.options import OptimiserConfig
     from tapereel.finetune.trainer.ranks import Ranks, ShardedRanks
     from tapereel.finetune.trainer.trainer import Trainer
+    from tapereel.finetune.trainer.updates import Division
 
     def build(phase: str, work: nn.Module, ranks: Ranks) -> Trainer:
         return Trainer(work, get_recipe("grpo"), OptimiserConfig(lr=1e-4), ranks=ranks)
@@ -123,7 +124,7 @@ def ours(folder: Path) -> None:
     rows, episodes = batch(ranks.size)
     processes.enter("rl")
     for _ in range(STEPS):
-        assert all(stats.applied for stats in processes.updates(rows, episodes))
+        assert all(stats.applied for stats in processes.updates(Division.of(rows, episodes, ranks.shares)))
     for _ in processes.weights().values():  # reads every weight once, as a weight sync does
         pass
     processes.finish(None)

@@ -51,8 +51,8 @@ UPDATE = {
         "that are too old. The result is the statistics and the `use` records."
     ),
     "finetune.trainer.distributed:Processes.updates": (
-        "The batch is divided among the processes. `on_all` sends each its share, and all of them run `_updates`, "
-        "which calls `train_on`. A run of one process has one share."
+        "`on_all` sends each process its share of the batch, and all of them run `_updates`, which calls `train_on`. A "
+        "run of one process has one share."
     ),
     "finetune.trainer.trainer:Trainer.train_on": (
         "Advantages are computed once for the batch. Then each epoch takes one optimiser step per mini-batch."
@@ -100,10 +100,6 @@ def one_update() -> str:
         lines += code.count("\n") + 1
         path = module.replace(".", "/") + ".py"
         parts += [f"## `{name}`", "", f"[`{path}`](../../{path}): {text}", "", "```python", code, "```", ""]
-    drawing = re.search(
-        r"(?:^ .*\n|^\n)+", ast.get_docstring(_tree("finetune.trainer.updates"), clean=False) or "", re.M
-    )
-    assert drawing is not None
     top = [
         "# One update",
         "",
@@ -115,14 +111,22 @@ def one_update() -> str:
         "file of plain torch, without records, ranks or critics. [Architecture](../project/architecture.md) shows what "
         "is around it.",
         "",
-        "How processes share a batch (`finetune/trainer/updates.py`):",
-        "",
-        "```",
-        dedent(drawing[0].strip("\n")),
-        "```",
-        "",
     ]
+    drawings = {
+        "finetune.trainer.updates": "How processes share a batch",
+        "agents.engines.servers.connect": "How servers become the engine that samples and gets the new weights",
+    }
+    for module, text in drawings.items():
+        path = module.replace(".", "/") + ".py"
+        top += [f"{text} (`{path}`):", "", "```", _drawing(module), "```", ""]
     return "\n".join([*top, *parts]).rstrip() + "\n"
+
+
+def _drawing(module: str) -> str:
+    """The indented lines in the docstring of a module."""
+    found = re.search(r"(?:^    .*\n|^\n(?=    ))+", ast.get_docstring(_tree(module), clean=False) or "", re.M)
+    assert found is not None
+    return dedent(found[0].strip("\n"))
 
 
 def _source(module: str, name: str) -> str:

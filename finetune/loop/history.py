@@ -47,7 +47,7 @@ from ..trainer.checkpoint import (
 from ..trainer.logprobs import vocabulary_of
 from ..trainer.reference import ServedTeacher
 from ..trainer.trainer import Trainer
-from ..trainer.updates import TrainerState, UpdateStats, together, with_files
+from ..trainer.updates import Division, TrainerState, UpdateStats, together, with_files
 from .delivery import Delivery
 from .plan import Batch, ComputedOn, Plan, Source, UpdateInfo, by_update, taught_by
 from .policy import Policy
@@ -151,15 +151,15 @@ class History:
         rounded = self._rounding(batch)
         # Before the update, because it may change the reference.
         compared = weights.compared({name: getattr(plan, name, None) for name in trainer.others})
-        steps = weights.updates(
+        divided = Division.of(
             given,
             batch.episodes,
-            epochs=plan.epochs,
+            weights.ranks.shares,
             minibatches=plan.minibatches,
-            seed=plan.order,
             batches=plan.batches,
             demonstrations=batch.shown,
         )
+        steps = weights.updates(divided, epochs=plan.epochs, seed=plan.order)
         uses = tuple(
             self._use(plan, batch, epoch, steps[epoch * plan.minibatches : (epoch + 1) * plan.minibatches])
             for epoch in range(plan.epochs)

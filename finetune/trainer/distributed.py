@@ -36,8 +36,6 @@ from transformers import PreTrainedModel
 from ...agents.engines.embedded.pretrained import emptied, fill, quiet_transformers, weights_digest
 from ...agents.engines.weights.weight_files import write_tensors
 from ...tapes.errors import UsageError
-from ..data.rows import Row
-from ..data.stream import Episode
 from .checkpoint import (
     POLICY,
     TRAINER,
@@ -210,27 +208,9 @@ class Processes(ModelWeights):
         self.on_all(Processes._enter, phase=phase)
         return self.member
 
-    def updates(
-        self,
-        rows: Sequence[Row],
-        episodes: Sequence[Episode],
-        *,
-        epochs: int = 1,
-        minibatches: int = 1,
-        seed: int | None = None,
-        batches: Sequence[int] = (),
-        demonstrations: Sequence[Row] = (),
-    ) -> list[UpdateStats]:
-        """Make an update on all ranks (see `Trainer.updates`). Return the statistics of each step, over all ranks. Only
-        for rank 0."""
-        batch = Division.of(
-            rows,
-            episodes,
-            self.ranks.shares,
-            minibatches=minibatches,
-            batches=batches,
-            demonstrations=demonstrations,
-        )
+    def updates(self, batch: Division, *, epochs: int = 1, seed: int | None = None) -> list[UpdateStats]:
+        """Make an update on all ranks (see `Trainer.train_on`), each on its share of `batch`. Return the statistics of
+        each step, over all ranks. Only for rank 0."""
         version = self.member.version
         steps, found = self.on_all(Processes._updates, batch.shares, epochs=epochs, seed=seed, version=version)
         if len(batch.shares) == 1:

@@ -123,35 +123,17 @@ class Trainer:
         `demonstrations` are rows to imitate in addition. They are required if the recipe has an `nll` regulariser, and
         otherwise not allowed.
         """
-        [stats] = self.updates(rows, episodes, demonstrations=demonstrations)
+        [whole] = Division.of(rows, episodes, demonstrations=demonstrations).shares
+        [stats] = self.train_on(whole)
         return stats
-
-    def updates(
-        self,
-        rows: Sequence[Row],
-        episodes: Sequence[Episode],
-        *,
-        epochs: int = 1,
-        minibatches: int = 1,
-        seed: int | None = None,
-        batches: Sequence[int] = (),
-        demonstrations: Sequence[Row] = (),
-    ) -> Iterator[UpdateStats]:
-        """Take several optimiser steps on one rollout batch and yield each step's statistics. Advantages are computed
-        once, over the whole batch.
-
-        Each epoch splits the episodes into `minibatches` parts of similar size. Before the split, episodes are shuffled
-        with a seed made from `seed` and the number of updates so far. If `seed` is None, they keep their order.
-        Demonstrations are split into the same number of parts, and no tape is split. For `batches`, see `prepare`.
-        """
-        [whole] = Division.of(
-            rows, episodes, 1, minibatches=minibatches, batches=batches, demonstrations=demonstrations
-        ).shares
-        yield from self.train_on(whole, epochs=epochs, seed=seed)
 
     def train_on(self, share: Share, *, epochs: int = 1, seed: int | None = None) -> Iterator[UpdateStats]:
         """Make an update on this process's share of a batch, and yield each step's statistics. All processes call this
-        together."""
+        together. Advantages are computed once, over the whole batch.
+
+        Before an epoch is split into mini-batches, episodes are shuffled with a seed made from `seed` and the number of
+        updates so far. If `seed` is None, they keep their order.
+        """
         first, *later = share.demonstrations
         prepared = self.prepare(
             share.rows,

@@ -300,14 +300,18 @@ class Division:
         cls,
         rows: Sequence[Row],
         episodes: Sequence[Episode],
-        parts: int,
+        parts: int = 1,
         *,
         minibatches: int = 1,
         batches: Sequence[int] = (),
         demonstrations: Sequence[Row] = (),
     ) -> Division:
-        """Divide the batch into `parts` shares. Raises BadBatch if there are fewer episodes, or fewer demonstrations,
-        than mini-batches."""
+        """Divide the batch into `parts` shares.
+
+        Each epoch splits the episodes into `minibatches` parts of similar size. Demonstrations are split into the same
+        number of parts, and no tape is split. For `batches`, see `Trainer.prepare`. Raises BadBatch if there are fewer
+        episodes, or fewer demonstrations, than mini-batches.
+        """
         shown, episodes = cut_rows(demonstrations, minibatches), list(episodes)
         cut_episodes(len(episodes), minibatches, None, 0)  # an error now, before other processes wait for this one
         if parts == 1:

@@ -1,7 +1,16 @@
 """Connects to vLLM or SGLang servers and returns one `RemoteEngine` for all of them.
 
-`probe` measures what the servers can do. This module sets up the configured way to send them new weights. If a server
-doesn't support this way, an error says what to change.
+    each address                 all servers together              the engine
+
+    Server                       Can all do the same?              RemoteEngine, or AdapterEngine for LoRA
+      _syncs: its WeightSync ->    No: an error. But if a file ->    Fleet
+      free: end a pause            has the addresses, servers          Member: a Server and its WeightSync
+      probe: what it can do        that differ are left out.           Member ...
+           ^                                                           watch: a server is new, or was away
+           '---------------------------- _member <----------------------'
+
+`_syncs` chooses how a server receives new weights. If the server doesn't support this way, an error says what to
+change. `_member` connects to one more server while the engine samples.
 """
 
 from __future__ import annotations

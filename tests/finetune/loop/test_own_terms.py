@@ -17,6 +17,7 @@ from tapereel.finetune.objective import Baseline, Context, Regulariser, Surrogat
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.finetune.trainer.updates import Division
 from tapereel.tapes.errors import UsageError
 
 from ..build import batch, tiny_model
@@ -115,7 +116,7 @@ def test_a_number_that_is_not_finite_is_named_with_its_term_and_tape() -> None:
     policy = tiny_model()
     rows, episodes = batch(model=policy)
     trainer = Trainer(policy, get_recipe("grpo", {"surrogate": {"kind": HERE + "NotANumber"}}), OptimiserConfig())
-    for stats in trainer.updates(rows, episodes, epochs=2):
+    for stats in trainer.train_on(Division.of(rows, episodes).shares[0], epochs=2):
         assert stats.skipped == "loss"
         assert stats.sums.fault is not None
         assert stats.sums.fault.startswith(f"{HERE}NotANumber returned ")

@@ -23,6 +23,7 @@ from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.ranks import Ranks, ShardedRanks
 from tapereel.finetune.trainer.reference import EarlierWeights
 from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.finetune.trainer.updates import Division
 
 from ..build import tiny_model
 from .two_ranks import cut_off, held, odd_digests, own_critic, three_groups
@@ -68,7 +69,7 @@ def trained(ranks: Ranks, folder: Path, resumed: Path | None = None, *, save: bo
                     state = {} if processes.shared else processes.state()
                     made = save_checkpoint(folder, model, state, {}, update=update, held=processes)
                     compared.append(compare(processes, made))
-                assert all(stats.applied for stats in processes.updates(rows, episodes))
+                assert all(stats.applied for stats in processes.updates(Division.of(rows, episodes, ranks.shares)))
             digest = processes.digest()
             compared += [compare(processes, one) for one in ([made] if made is not None else [])]
         processes.finish(digest)

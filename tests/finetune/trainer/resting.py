@@ -18,6 +18,7 @@ from tapereel.finetune.trainer import distributed
 from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.ranks import DataParallelRanks, RankLost, Ranks
 from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.finetune.trainer.updates import Division
 
 from ..build import batch, tiny_model
 
@@ -47,7 +48,7 @@ def main(rank: int, folder: str, seconds: float) -> None:
     with processes.leading():
         processes.enter("rl")
         for k in range(2):
-            assert all(stats.applied for stats in processes.updates(rows, episodes))
+            assert all(stats.applied for stats in processes.updates(Division.of(rows, episodes, 2)))
             if not k:
                 print("waits", flush=True)
                 time.sleep(seconds)

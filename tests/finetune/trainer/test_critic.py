@@ -18,6 +18,7 @@ from tapereel.finetune.trainer.logprobs import plan
 from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.schedule import Schedule
 from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.finetune.trainer.updates import Division
 
 from ..build import batch, doubles, episode, ledger, row, tiny_model
 
@@ -158,7 +159,7 @@ def test_a_normalised_critic_learns_from_the_first_pass_of_its_first_update(rewa
         trainer = Trainer(
             copy.deepcopy(model), get_recipe("ppo"), OptimiserConfig.model_construct(lr=0.0), critic=critic
         )
-        for stats in trainer.updates(rows, episodes, epochs=2):
+        for stats in trainer.train_on(Division.of(rows, episodes).shares[0], epochs=2):
             assert stats.sums["value/grad_norm"] > 0
             assert stats.sums.mean("value/clipped") in (None, 0.0)
     for a, b in zip(clipped.critic.state_dict().values(), free.critic.state_dict().values(), strict=True):
@@ -175,7 +176,7 @@ def test_the_share_of_clipped_values_is_that_of_all_passes() -> None:
         trainer = Trainer(
             copy.deepcopy(model), get_recipe("ppo"), OptimiserConfig.model_construct(lr=0.0), critic=critic
         )
-        (stats,) = trainer.updates(rows, episodes)
+        (stats,) = trainer.train_on(Division.of(rows, episodes).shares[0])
         shares.append(stats.sums.mean("value/clipped"))
         assert stats.sums.counts["value/clipped"] == passes * stats.sums.counts["value/loss"]
     assert shares[0] == 0.0 < shares[1] < shares[2]
@@ -189,7 +190,7 @@ def test_the_policy_stays_as_it_is_while_the_critic_warms_up():
     trainer = Trainer(model, get_recipe("ppo"), OptimiserConfig(lr=1e-2), critic=critic)
     before = copy.deepcopy(model.state_dict())
     for _ in range(2):
-        steps = list(trainer.updates(rows, episodes, epochs=2))
+        steps = list(trainer.train_on(Division.of(rows, episodes).shares[0], epochs=2))
         assert [(one.lr, one.skipped, one.applied) for one in steps] == [(None, "critic first", True)] * 2
         assert all(torch.equal(before[n], p) for n, p in model.state_dict().items())
     assert trainer.update(rows, episodes).skipped is None

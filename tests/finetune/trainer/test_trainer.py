@@ -18,6 +18,7 @@ from tapereel.finetune.trainer.logprobs import score
 from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.schedule import Schedule
 from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.finetune.trainer.updates import Division
 
 from ..build import batch, episode, exact, ledger, row, tiny_model
 
@@ -74,7 +75,7 @@ def test_several_updates_on_one_rollout_batch_share_its_advantages_and_anchor():
     rows, episodes = batch(model=model)
     trainer = Trainer(model, get_recipe("grpo", {"anchor": {"to": "recomputed"}}), OptimiserConfig(lr=1e-2))
     first = score(model, rows).logprob
-    stats = list(trainer.updates(rows, episodes, epochs=2, minibatches=3, seed=4))
+    stats = list(trainer.train_on(Division.of(rows, episodes, minibatches=3).shares[0], epochs=2, seed=4))
     assert [s.step for s in stats] == [1, 2, 3, 4, 5, 6]
     assert stats[0].stream.anchor is not None
     torch.testing.assert_close(stats[0].stream.anchor, first)
@@ -85,7 +86,7 @@ def test_several_updates_on_one_rollout_batch_share_its_advantages_and_anchor():
     assert all(torch.equal(s.advantage, stats[0].advantage) for s in stats)
     assert orders[0] != orders[1] or orders[0] != sorted(orders[0])
     with pytest.raises(BadBatch, match=r"\b7\b"):
-        next(trainer.updates(rows, episodes, minibatches=7))
+        Division.of(rows, episodes, minibatches=7)
 
 
 @pytest.mark.ledger("F72", "F73", "T12", "F71")
@@ -194,7 +195,7 @@ def test_the_reference_scores_a_rollout_batch_once_however_many_updates_follow()
     reference.model.register_forward_hook(lambda *_: forwards.append(1))
     recipe = get_recipe("grpo", {"regulariser": [{"kind": "kl", "beta": 0.1}]})
     trainer = Trainer(tiny_model(), recipe, reference=reference)
-    assert len(list(trainer.updates(rows, episodes, epochs=3, minibatches=2))) == 6
+    assert len(list(trainer.train_on(Division.of(rows, episodes, minibatches=2).shares[0], epochs=3))) == 6
     assert len(forwards) == 1
 
 

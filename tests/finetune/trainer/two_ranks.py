@@ -37,6 +37,7 @@ from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.ranks import DataParallelRanks, Ranks, ShardedRanks, shared_digest
 from tapereel.finetune.trainer.reference import EarlierWeights
 from tapereel.finetune.trainer.trainer import Trainer, UpdateStats
+from tapereel.finetune.trainer.updates import Division
 from tapereel.tapes.records import Status
 
 from ...agents.engines.embedded.odd_weights import odd_weights
@@ -279,15 +280,15 @@ def led(case: SharedCase, ranks: Ranks) -> dict[str, Any]:
             trainer.version = "run:1"
             if state is not None:
                 processes.load(state)
-            steps += processes.updates(
+            divided = Division.of(
                 rows,
                 episodes,
-                epochs=2,
+                ranks.shares,
                 minibatches=case.minibatches,
-                seed=3,
                 batches=case.batches,
                 demonstrations=shown,
             )
+            steps += processes.updates(divided, epochs=2, seed=3)
             state = processes.state()
         with gathering() as gathered:
             hashed = processes.digest()
@@ -424,7 +425,7 @@ def seen(case: str, ranks: Ranks) -> dict[str, Any]:
             steps = list[UpdateStats]()
             for _ in range(2):
                 processes.enter("rl")
-                steps += processes.updates(held, episodes)
+                steps += processes.updates(Division.of(held, episodes, ranks.shares))
         processes.finish(None)
     norms = [stats.grad_norm for stats in steps]
     return {"weights": ranks.whole(dict(model.state_dict())), "norms": norms, "skipped": [s.skipped for s in steps]}
