@@ -19,7 +19,17 @@ from ...envs.environment import Environment, Outcome, as_outcome
 from ...envs.load_named import load_named
 from ...tapes import Action, Observation, Status, Tape
 from ...tapes.audit.checking import check_run
-from ...tapes.audit.verdict import Likely, Verdict, Verdicts, differences, diverged, plain, unverifiable, verified
+from ...tapes.audit.verdict import (
+    Difference,
+    Likely,
+    Verdict,
+    Verdicts,
+    differences,
+    diverged,
+    plain,
+    unverifiable,
+    verified,
+)
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
 from ...tapes.errors import UsageError, remedy
@@ -256,7 +266,8 @@ class _Engine(ReplayEngine):
                 # The request got the answer of a later turn's call, and that call says nothing about this turn.
                 sentence = f"one call more than recorded: {request.path!r} asks again in this turn"
                 observed = plain(list(request.messages)[-1:])
-                raise script.differs("call", None, observed, Likely.CODE, sentence, by=request.path) from error
+                found = Difference("call", None, observed)
+                raise script.differs(found, Likely.CODE, sentence, by=request.path) from error
             found = error.divergence
             if found.turn is None:
                 found = found.model_copy(update={"turn": script.turn})
@@ -336,11 +347,11 @@ class _Checker(Recorder):
             was, now = then.conversation, record.conversation
             if was != now:
                 sentence = f"call {then.call} by {by!r} belongs to another conversation"
-                raise script.differs("conversation", was, now, Likely.CODE, sentence, call=then)
+                raise script.differs(Difference("conversation", was, now), Likely.CODE, sentence, call=then)
             if record.completion is not None and record.completion != then.completion:
                 was, now = list(then.completion or ()), list(record.completion)
                 sentence = f"call {then.call} by {by!r}: the same answer becomes other token ids"
-                raise script.differs("completion", was, now, Likely.RENDERING, sentence, call=then)
+                raise script.differs(Difference("completion", was, now), Likely.RENDERING, sentence, call=then)
             return then
         if not self._authored[by]:
             script.other_prompts = script.older
@@ -350,6 +361,6 @@ class _Checker(Recorder):
         messages = request(record, lambda one: self.log.call(str(one.base)))  # the record isn't on the tape yet
         now = {"messages": messages, "text": record.text, "tool_calls": record.tool_calls}
         for found in differences(was, now):
-            raise script.differs(*found, Likely.CODE, f"{by!r} writes another text without a model", call=then)
+            raise script.differs(found, Likely.CODE, f"{by!r} writes another text without a model", call=then)
         script.asked(then, tokens=False)
         return then

@@ -132,9 +132,7 @@ class Script:
         tape = self.tape
         how = tape.cause.message if tape.cause is not None else tape.status or "no end record: it is open"
         return self.differs(
-            "call" if "calls" in does else "step",
-            None,
-            observed,
+            Difference("call" if "calls" in does else "step", None, observed),
             Likely.EXHAUSTED,
             f"{by!r} {does}, after the last record of this agent (the tape ends with: {how})",
             by=by,
@@ -142,9 +140,7 @@ class Script:
 
     def differs(
         self,
-        field: str,
-        recorded: object,
-        observed: object,
+        found: Difference,
         cause: Likely,
         sentence: str,
         *,
@@ -155,22 +151,22 @@ class Script:
     ) -> Over:
         """End the replay with a difference at the current turn, or at a step or call. The caller raises the result."""
         if call is not None:
-            return self.end(call_divergence(self.tape, call, Difference(field, recorded, observed), cause, sentence))
-        then, now = clipped(recorded, observed)
-        found = Divergence(
+            return self.end(call_divergence(self.tape, call, found, cause, sentence))
+        then, now = clipped(found.recorded, found.observed)
+        divergence = Divergence(
             tape=self.tape.id,
             turn=self.turn,
             record=record_of_step(self.tape, step),
             step=step,
             by=by,
-            field=field,
+            field=found.field,
             recorded=then,
             observed=now,
             cause=cause,
             sentence=sentence,
             where=where,
         )
-        return self.end(found)
+        return self.end(divergence)
 
     # What happens
 
@@ -194,13 +190,13 @@ class Script:
         then = [call for call, _, _ in entry.calls]
         if found is not None:
             cause, reason = self._blame(record, entry, same_calls=calls == then)
-            raise self.differs(*found, cause, f"step {index} by {by!r}: {reason}", by=by, step=index)
+            raise self.differs(found, cause, f"step {index} by {by!r}: {reason}", by=by, step=index)
         if self.older and calls != then[-1:]:
             # The recorded prompts show the newest call as the answer, and the replayed ones don't.
             self.other_prompts = True
         if calls != then and not (self.older and set(calls) <= set(then)):
             sentence = f"step {index} by {by!r} is read from another call than the recorded one"
-            raise self.differs("calls", then, calls, Likely.ORDER, sentence, by=by, step=index)
+            raise self.differs(Difference("calls", then, calls), Likely.ORDER, sentence, by=by, step=index)
         self.steps[by].popleft()
         self.checked["steps"] += 1
         if isinstance(record.content, Action):
@@ -230,7 +226,7 @@ class Script:
         was = then["cause"]
         recorded = then["status"] if was is None else f"{then['status']}: {was['error']}: {was['message']}"
         sentence = f"the episode ends here ({ending}); recorded: {recorded}"
-        return self.differs(*found, blame, sentence, where=cause.frame if cause is not None else None)
+        return self.differs(found, blame, sentence, where=cause.frame if cause is not None else None)
 
     def _left(self, turn: int) -> Over | None:
         """End the replay if a recorded call or step up to the end of `turn` wasn't repeated. Otherwise return None."""
@@ -238,12 +234,12 @@ class Script:
         if call is not None:
             asked = plain(call.messages[-1:])
             sentence = f"call {call.call} by {call.by!r} was recorded and is not made now"
-            return self.differs("call", asked, None, Likely.CODE, sentence, call=call)
+            return self.differs(Difference("call", asked, None), Likely.CODE, sentence, call=call)
         for by, steps in self.steps.items():
             if by != ENV and steps and steps[0][1].turn <= turn:
                 index, entry = steps[0]
                 sentence = f"step {index} by {by!r} ({entry.step.kind}) was recorded and is not yielded now"
-                return self.differs("step", str(entry.step), None, Likely.CODE, sentence, by=by, step=index)
+                return self.differs(Difference("step", str(entry.step), None), Likely.CODE, sentence, by=by, step=index)
         return None
 
     def _unexpected(self, record: StepRecord) -> Over:
@@ -251,7 +247,7 @@ class Script:
         if record.by in known or not known or self.past_the_cut:
             return self.beyond(record.by, f"yields a {record.kind}", str(record.content))
         sentence = f"{record.by!r} yields a step, but has no step on this tape (agents with steps: {', '.join(known)})"
-        return self.differs("by", known, record.by, Likely.CODE, sentence, by=record.by)
+        return self.differs(Difference("by", known, record.by), Likely.CODE, sentence, by=record.by)
 
     def _blame(self, record: StepRecord, entry: Entry, *, same_calls: bool) -> tuple[Likely, str]:
         others = list(self.steps[record.by])[1:]
@@ -321,14 +317,14 @@ def turns_of_calls(tape: Tape) -> dict[str, int]:
     return {call.call: begun + max(0, bisect_right(starts, at) - 1) for at, call in tape.log.call_order}
 
 
-def _step_differences(entry: Entry, record: StepRecord) -> Iterator[tuple[str, Any, Any]]:
+def _step_differences(entry: Entry, record: StepRecord) -> Iterator[Difference]:
     step = record.content
     if isinstance(step, Exchange) and isinstance(entry.step, Exchange):
         # What was asked is compared as the call's messages. Earlier versions showed less of it in the step if an equal
         # request had just been answered.
         step = step.model_copy(update={"asked": entry.step.asked})
     if entry.step.kind != step.kind:
-        yield "kind", entry.step.kind, step.kind
+        yield Difference("kind", entry.step.kind, step.kind)
     elif entry.step != step:
         yield from differences(entry.step.model_dump(mode="json"), step.model_dump(mode="json"), step.kind)
 

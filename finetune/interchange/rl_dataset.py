@@ -556,7 +556,7 @@ def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> 
             else "every log-prob is finite, so a ratio or the surrogate overflows"
         )
         raise LossNotFinite(f"the loss is {loss.item():g}: {cause}; don't step, and check the weights for NaN")
-    _statistics(batch, own, lp.detach(), weight, stream, recipe, config, context.sums)
+    context.sums.merge(_statistics(batch, own, lp.detach(), weight, stream, recipe, config))
     return loss, {"loss": float(loss.detach()), "tokens": float(len(lp)), "weight": total, **context.sums.flat()}
 
 
@@ -609,10 +609,9 @@ def _statistics(
     stream: Stream,
     recipe: Recipe,
     config: RLConfig,
-    sums: Sums,
-) -> None:
-    """Add statistics about the tokens that train to `sums`."""
-    surrogate = recipe.surrogate
+) -> Sums:
+    """Return statistics about the tokens that train."""
+    sums, surrogate = Sums(), recipe.surrogate
     epsilon = 0.2 if config.epsilon is None else config.epsilon
     low, high = (surrogate.low, surrogate.high) if isinstance(surrogate, PPO | CPG) else (epsilon, epsilon)
     ratio = (lp - stream.old).exp()
@@ -636,3 +635,4 @@ def _statistics(
         sums.add(name, column[~column.isnan()], extremes=True)
     sums.add("logprob_where_weight_positive", lp[weight > 0])
     sums.add("logprob_where_weight_negative", lp[weight < 0])
+    return sums

@@ -180,16 +180,13 @@ class Loop:
         self._settled = settled
         self.rollouts = Rollouts(
             config,
-            history=history,
-            engine=engine,
+            learners=self.learners,
             agent=agent,
             env=env,
             tasks=tasks,
             recipe=recipe,
             seed=seed,
         )
-        if self.rollouts.trained is not None:
-            self.rollouts.trained |= {path for learner in self.learners for path in learner.agents or ()}
         self.train_seconds = 0.0
         self.train_engine_seconds = 0.0
         self.wall_seconds = 0.0

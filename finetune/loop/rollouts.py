@@ -23,7 +23,6 @@ from enum import StrEnum
 from functools import partial
 
 from ...agents import Agent, EpisodeSpec, rollout
-from ...agents.engines.engine import Engine
 from ...agents.episode.seeds import derive_seed
 from ...agents.runs.group import Closing, Group, fill
 from ...envs.environment import EnvironmentFactory
@@ -37,7 +36,8 @@ from ..data.provenance import episode_of
 from ..data.rows import Row, rows
 from ..data.stream import Episode
 from ..objective.recipe import Recipe
-from .history import History, Plan
+from .history import Plan
+from .learner import Learner
 from .loop_config import LoopConfig
 from .staleness import Pacer, version_number
 
@@ -104,14 +104,15 @@ class Rollouts:
         self,
         config: LoopConfig,
         *,
-        history: History,
-        engine: Engine,
+        learners: Sequence[Learner],
         agent: Agent,
         env: EnvironmentFactory,
         tasks: Callable[[int], object],
         recipe: Recipe,
         seed: int,
     ) -> None:
+        """The engine of the first policy in `learners` samples for all agents."""
+        history, engine = learners[0].history, learners[0].engine
         self.config = config
         self.store = history.store
         self.history = history
@@ -120,7 +121,8 @@ class Rollouts:
         self.env = env
         self.tasks = tasks
         self.seed = seed
-        self.trained = None if config.agents is None else frozenset(config.agents)
+        others = (path for learner in learners for path in learner.agents or ())
+        self.trained = None if config.agents is None else frozenset((*config.agents, *others))
         """Paths of the agents that are trained, by any of the policies. None means all agents."""
         self.drops_flat = recipe.select.flat == "drop"
         extra = config.extra_groups

@@ -167,6 +167,7 @@ class _Fold:
     def __init__(self) -> None:
         self.books = BooksFold()
         self.broken: list[str] = []
+        self.torn: list[str] = []
         self.tapes: set[str] = set()
         self.forks: list[tuple[str, Parent]] = []
         self.media: set[str] = set()
@@ -381,10 +382,10 @@ def verify(
     wanted = _gather_pins(path, segment_names(entries), [*pins, *exact], disk)
     sizes = segment_sizes(folder, disk)  # read after the pins, so that every pinned line is included
     pinned = len(wanted.of_segment) + len(wanted.anywhere)
-    found, torn = _Fold(), list[str]()
+    found = _Fold()
     jobs = jobs or max(1, min(os.cpu_count() or 1, 4, sum(sizes.values()) // PER_JOB))
     with _uncollected(), contextlib.closing(_Parts(folder, sizes, jobs, disk, wanted.hashes())) as parts:
-        reports = [_segment(folder, name, size, disk, found, wanted, torn, parts) for name, size in sizes.items()]
+        reports = [_segment(folder, name, size, disk, found, wanted, parts) for name, size in sizes.items()]
     found.broken += wanted.unmet()
     numbers = {int(name[:6]) for name in sizes}
     holes = tuple(f"{number:06d}" for number in sorted(set(range(1, max(numbers, default=0))) - numbers))
@@ -401,13 +402,13 @@ def verify(
     (unknown if unknown else found.broken).extend(findings)  # unknown parts of records may explain these findings
     return Report(
         run=str(path),
-        exit_code=1 if found.broken else 2 if torn or holes or unsettled or unknown or not sizes else 0,
+        exit_code=1 if found.broken else 2 if found.torn or holes or unsettled or unknown or not sizes else 0,
         records=found.records,
         episodes=books.begun,
         head=f"{reports[-1].name}:{reports[-1].head}" if reports and reports[-1].lines else None,
         segments=tuple(reports),
         broken=tuple(found.broken),
-        torn=tuple(torn),
+        torn=tuple(found.torn),
         holes=holes,
         unsettled=tuple(unsettled),
         unknown=tuple(unknown),
@@ -442,7 +443,7 @@ def _gather_pins(path: Path, names: list[str], pins: Iterable[str], disk: Disk) 
 
 
 def _segment(
-    folder: Path, name: str, size: int, disk: Disk, found: _Fold, wanted: Pins, torn: list[str], parts: _Parts
+    folder: Path, name: str, size: int, disk: Disk, found: _Fold, wanted: Pins, parts: _Parts
 ) -> SegmentReport:
     reader, problem, pinned = SegmentReader(folder, name, end=size, disk=disk), None, wanted.hashes()
     try:
@@ -468,7 +469,7 @@ def _segment(
     if broken is not None and broken.verdict == "corrupt":
         found.broken.append(problem := str(broken))
     elif broken is not None and not live:
-        torn.append(problem := str(broken))
+        found.torn.append(problem := str(broken))
     return SegmentReport(
         name=name,
         lines=chain.n,

@@ -23,6 +23,7 @@ import torch
 from tapereel.agents import rollout
 from tapereel.agents.engines.engine import Completion, EngineError, PromptTooLong, Request
 from tapereel.agents.engines.servers.connect import probe
+from tapereel.agents.engines.servers.fleet import Member
 from tapereel.agents.engines.servers.launch import LocalServer
 from tapereel.agents.engines.servers.server_engine import Capabilities, RemoteEngine
 from tapereel.agents.engines.servers.vllm import Completions, Generate
@@ -106,13 +107,12 @@ def test_both_dialects_sample_the_same(with_engine: Callable[[Test], Any], serve
         request = ask(temperature=0.7, max_tokens=40)
         one = await engine.complete(request)
         plain = RemoteEngine(
-            [Server(server)],
+            [Member(Server(server), VLLMReload(Server(server)))],
             Completions(),
             RENDERER,
             engine.capabilities,
             served.servers(server),
             version=engine.version,
-            syncs=[VLLMReload(Server(server))],
         )
         other = await plain.complete(request)
         await plain.close()

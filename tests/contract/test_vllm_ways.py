@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tapereel.agents.engines.engine import Completion, EngineError, Request
+from tapereel.agents.engines.servers.fleet import Member
 from tapereel.agents.engines.servers.lora_servers import AdapterEngine
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.servers.vllm import Chat, Completions
@@ -144,10 +145,8 @@ def test_training_adapters_publishes_adapters_only(server: str, folder: Path, tm
 def by_chat(engine: RemoteEngine, url: str, dialect: Any = None) -> RemoteEngine:
     """An engine of the same server that asks by messages."""
     server = Server(url)
-    settings, syncs = servers(url), [VLLMReload(server)]
-    return RemoteEngine(
-        [server], dialect or Chat(), RENDERER, engine.capabilities, settings, version=engine.version, syncs=syncs
-    )
+    members = [Member(server, VLLMReload(server))]
+    return RemoteEngine(members, dialect or Chat(), RENDERER, engine.capabilities, servers(url), version=engine.version)
 
 
 def test_chat_samples_what_token_ids_do_and_says_what_it_read(with_engine: Callable[[Test], Any], server: str) -> None:

@@ -192,19 +192,16 @@ async def _connected(
         _warn_of_seeds(servers[0].url)
     if not weights or adapters is not None:
         await _warn_of_weights(servers, config, version)
+    members = [Member(server, sync) for server, sync in zip(servers, syncs, strict=True)]
     if adapters is None:
         if weights:
             for sync in syncs:
                 await sync.init()
-        return RemoteEngine(
-            servers, dialect, renderer, capabilities, config, version=version, syncs=syncs, takes_weights=weights
-        )
+        return RemoteEngine(members, dialect, renderer, capabilities, config, version=version, takes_weights=weights)
     # With `lora`, the base weights are never replaced, so if they are unknown now, they stay unknown.
     if version.startswith(UNKNOWN):
         raise EngineError(f"the weights under the adapters would be {version!r}: restart {list(servers)}")
-    return AdapterEngine(
-        servers, dialect, renderer, capabilities, config, version=version, syncs=syncs, adapters=adapters
-    )
+    return AdapterEngine(members, dialect, renderer, capabilities, config, version=version, adapters=adapters)
 
 
 @cache  # a run connects several times

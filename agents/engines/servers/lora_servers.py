@@ -25,7 +25,7 @@ from ..engine import EngineError, PublishMode, Request
 from ..transport.http_channel import Server, ServerFailed
 from ..transport.wire import Dialect, Sampled
 from ..weights.weight_config import AdapterConfig
-from ..weights.weight_sync import PublishFailed, WeightSync, weight_version
+from ..weights.weight_sync import PublishFailed, weight_version
 from .fleet import ForeignWeights, Member
 from .server_config import ServerSettings
 from .server_engine import Capabilities, Flight, RemoteEngine
@@ -92,21 +92,18 @@ class AdapterEngine(RemoteEngine):
 
     def __init__(
         self,
-        servers: Sequence[Server],
+        members: Sequence[Member],
         dialect: Dialect,
         renderer: Renderer,
         capabilities: Capabilities,
         config: ServerSettings,
         *,
         version: str,
-        syncs: Sequence[WeightSync],
         adapters: AdapterConfig | None = None,
     ) -> None:
         """The arguments are the same as in `RemoteEngine`, except for the LoRA settings `adapters`. `version` is the
         version that the servers report for the base weights."""
-        super().__init__(
-            servers, dialect, renderer, capabilities, config, version=version, syncs=syncs, takes_weights=True
-        )
+        super().__init__(members, dialect, renderer, capabilities, config, version=version, takes_weights=True)
         self._adapters = adapters or AdapterConfig()
         self._base_label = version
         self._current: str | None = None

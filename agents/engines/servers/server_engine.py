@@ -43,7 +43,6 @@ from ..transport.http_channel import AGAIN, Server, ServerFailed
 from ..transport.sse import ChunkStream, Events, StreamFailed
 from ..transport.wire import BadAnswer, Dialect, Json, Sampled, check_size, checked_ids, same_prompt
 from ..weights.sleeping import Sleeper
-from ..weights.weight_sync import WeightSync
 from .fleet import Fleet, ForeignWeights, Member
 from .health import RemoteStats
 from .server_config import ServerSettings
@@ -113,20 +112,18 @@ class RemoteEngine:
 
     def __init__(
         self,
-        servers: Sequence[Server],
+        members: Sequence[Member],
         dialect: Dialect,
         renderer: Renderer,
         capabilities: Capabilities,
         config: ServerSettings,
         *,
         version: str,
-        syncs: Sequence[WeightSync],
         takes_weights: bool = False,
     ) -> None:
-        """`version` names the weights that the servers have now. `syncs` holds one `WeightSync` for each server. If
-        `takes_weights` is true, weights can be replaced. New weights are written to `config.weights_folder`, which is a
-        temporary folder by default. The servers must be able to read it. The folders of the newest versions are
-        kept."""
+        """`version` names the weights that the servers have now. If `takes_weights` is true, weights can be replaced.
+        New weights are written to `config.weights_folder`, which is a temporary folder by default. The servers must be
+        able to read it. The folders of the newest versions are kept."""
         self.name = f"{dialect.name}:{capabilities.model}"
         self.stats = RemoteStats()
         self.capabilities = capabilities
@@ -136,7 +133,6 @@ class RemoteEngine:
         can |= {"grammar"} if capabilities.enforces else set()
         can |= {"weights"} if takes_weights else set()
         self.can = frozenset(can)
-        members = [Member(server, sync) for server, sync in zip(servers, syncs, strict=True)]
         send = self._send_newest if takes_weights else None
         self.fleet = Fleet(members, config, version=version, stats=self.stats, send=send)
         self._dialect = dialect

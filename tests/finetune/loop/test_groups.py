@@ -21,6 +21,7 @@ from tapereel.agents.runs.group import Closing, Group, fill
 from tapereel.envs import Environment, Outcome
 from tapereel.envs.rewards import relative
 from tapereel.finetune.loop.history import Plan
+from tapereel.finetune.loop.learner import Learner
 from tapereel.finetune.loop.rollouts import Filled, NothingUsable, Rollouts, Taken
 from tapereel.finetune.recipes import get_recipe
 from tapereel.tapes import Answer, Status, Tape, Text
@@ -143,11 +144,11 @@ def queue(store: Store, path: Path, env: Any, **changes: Any) -> Queue:
     store.writer.durable = durable  # type: ignore[method-assign]
     config = settings_of(**{"group_deadline": 40.0, "limits": ENDLESS, **changes})
     history = history_in(store, path, config, policy=POLICY)
+    engine: Any = ScriptedEngine(lambda request: "a", renderer=RENDERER)
     return Queue(
         Rollouts(
             config,
-            history=history,
-            engine=ScriptedEngine(lambda request: "a", renderer=RENDERER),
+            learners=[Learner(history=history, engine=engine)],
             agent=Speaker(),
             env=env,
             tasks=tasks(),
