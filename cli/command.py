@@ -272,7 +272,6 @@ def _run(name: str, words: list[str]) -> int:
 
 @contextlib.contextmanager
 def _warnings_on_stderr() -> Iterator[None]:
-    """Print warnings from all loggers to stderr while a verb runs."""
     root, handler = logging.getLogger(), TerminalHandler()
     if any(isinstance(one, TerminalHandler) for one in root.handlers):
         yield

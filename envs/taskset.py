@@ -461,7 +461,6 @@ def _quiet_datasets() -> Iterator[None]:
 
 
 def _table(path: Path) -> Iterable[object]:
-    """Return the rows of a table, which `datasets` reads."""
     try:
         from datasets import Dataset
     except ImportError as error:

@@ -147,7 +147,6 @@ class ChatAgent(Agent):
         )
 
     def _names(self) -> list[str]:
-        """Return the names of the action classes and of this agent's own tools."""
         names = [a.kind for a in self._actions if a is not ToolCalls]
         return names + [tool_name(tool) for tool in self.tools]
 

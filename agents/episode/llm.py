@@ -508,7 +508,6 @@ class LLM(Clock):
             timer.end()
 
     def _record(self, call: _AskedCall, completion: Completion, attempts: tuple[Attempt, ...], finish: Finish) -> None:
-        """Count the sampled tokens and record the call."""
         ids = completion.ids
         self._budget.used += len(ids) if ids is not None else completion.usage.completion_tokens or 0
         self._conversations.write(call, completion, attempts, finish=finish)
@@ -639,7 +638,6 @@ def _seed(seed: int, stream: str, mixed_in: int | None, number: int) -> int:
 
 
 def _limited(request: Request, tokens: int) -> Request:
-    """Return the request with at most `tokens` as its max_tokens."""
     sampling = request.sampling
     if sampling.max_tokens <= tokens:
         return request

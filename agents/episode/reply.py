@@ -139,7 +139,6 @@ def _called(calls: tuple[ToolCall, ...]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the strings and numbers in a JSON value."""
     if isinstance(value, dict | list):
         for one in value.values() if isinstance(value, dict) else value:
             yield from _leaves(one)

@@ -528,7 +528,6 @@ def _limit(reached: LimitReached) -> tuple[Status, Cause | None]:
 
 
 def _parts(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, or the errors in an exception group."""
     if isinstance(error, BaseExceptionGroup):
         for part in error.exceptions:
             yield from _parts(part)

@@ -185,7 +185,6 @@ class _Format(BaseModel):
 
     @property
     def demand(self) -> Schema | None:
-        """The schema that the content must match, or None."""
         given = ANY_OBJECT if self.json_schema is None else self.json_schema.schema_
         return None if self.type == "text" else given
 

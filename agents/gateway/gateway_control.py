@@ -326,7 +326,6 @@ class Control(Gateway):
             self._done.popitem(last=False)
 
     async def _score(self, request: web.Request) -> object:
-        """Set named rewards and metrics of an open tape."""
         asked = self._body(request, ScoreTape)
         open_ = self._the(request.match_info["tape"])
         open_.scores.update(asked.rewards)

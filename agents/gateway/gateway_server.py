@@ -347,7 +347,6 @@ def _dialect(request: web.Request) -> Dialect:
 
 
 def _taken(live: Live, stream: Stream, begun: bool) -> bytes:
-    """Return the events that can be sent now."""
     pieces = live.take()
     begin = b"" if begun else stream.begin(live.id, live.created)
     return begin + b"".join(stream.thought(text) if thought else stream.text(text) for thought, text in pieces)

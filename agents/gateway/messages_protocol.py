@@ -321,7 +321,6 @@ def refusal(error: Refused) -> dict[str, object]:
 
 
 def _message(asked: Asked, id: str) -> dict[str, object]:
-    """Return a message that is still empty."""
     return {
         "id": f"msg_{id}",
         "type": "message",
@@ -348,7 +347,6 @@ def _tool_use(call: Message) -> dict[str, object]:
 
 
 def _input(call: Message) -> JsonValue:
-    """Return the arguments of a call as an object."""
     arguments = call["function"]["arguments"]
     try:
         value = read_plain(arguments)

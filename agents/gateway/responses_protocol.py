@@ -385,7 +385,6 @@ def refusal(error: Refused) -> dict[str, object]:
 
 
 def _response(asked: Asked, id: str, created: int) -> dict[str, object]:
-    """Return a response that has no output yet."""
     repeated: Any = asked.wire["repeated"]
     return {
         "id": f"resp_{id}",

@@ -441,7 +441,6 @@ class Renderer:
         return found
 
     def _tool_faults(self) -> list[str]:
-        """Return the faults that matter if tools are offered."""
         found, hidden, (text, read, _) = list[str](), self._hidden(), self._example
         if hidden:
             found.append(hidden)
@@ -714,7 +713,6 @@ def _longest(
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in messages, and in the parts of their content."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -301,7 +301,6 @@ def reward_since(tape: Tape, step: int) -> float | None:
 def _config(
     run: str, settings: Mapping[str, Any], tape: Tape, model: str | None, sets: Sequence[Setting]
 ) -> BranchConfig:
-    """Return the recorded settings, overridden by `model` and `sets`."""
     begin = tape.begin
     engine = with_trainer_settings(settings.get("engine") or {}, settings.get("trainer") or {})
     if not _keeps_engine(model, sets):
@@ -326,7 +325,6 @@ def _config(
 
 
 def _keeps_engine(model: str | None, sets: Sequence[Setting]) -> bool:
-    """Return whether `model` and `sets` keep the model of the run's configuration."""
     return model is None and not _sets_any(sets, "engine.kind", "engine.model", "engine.answers", "engine.policy")
 
 
@@ -337,7 +335,6 @@ def _is_set(player: str, sets: Sequence[Setting]) -> bool:
 
 
 def _sets_any(sets: Sequence[Setting], *keys: str) -> bool:
-    """Return whether `sets` change one of the settings `keys`, or a part of one."""
     return any(f"{setting_key(one)}.".startswith(f"{key}.") for one in sets for key in keys)
 
 

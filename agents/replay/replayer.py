@@ -209,7 +209,6 @@ async def _play(script: Script, agent: Agent, renderer: Renderer | None, seconds
 
 
 def _episode(script: Script, agent: Agent, engine: _Engine) -> Episode:
-    """Return the rollout that runs the agent again, with the tape's settings."""
     begin = script.tape.begin
     # Time limits are off, because the replay runs at a different speed than the recording.
     limits = Limits.recorded(begin.limits, agent_seconds=None, system_seconds=None, environment_seconds=None)

@@ -152,7 +152,6 @@ def _failed(s: Summary) -> bool:
 
 
 def _listed(args: argparse.Namespace, matching: list[Summary]) -> list[Summary]:
-    """Return the tapes that the list shows."""
     if args.worst is not None:
         scored = [(s.reward, k) for k, s in enumerate(matching) if s.reward is not None]
         return [matching[k] for _, k in sorted(scored)[: args.worst]]

@@ -131,7 +131,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _say_faults(model: str | Path) -> None:
-    """Print what would spoil rollouts with the model."""
     from ...agents.setup.engine_config import RendererConfig
 
     try:
@@ -169,7 +168,6 @@ async def _vllm(args: argparse.Namespace, server: LocalServer) -> int:
 
 
 def _embedded(args: argparse.Namespace) -> int:
-    """Serve the embedded engine until a stop signal."""
     from ...agents.engines.embedded.embedded_server import EngineServer
     from ...agents.engines.embedded.pretrained import load_pretrained
 

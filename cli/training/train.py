@@ -122,7 +122,6 @@ def _signed(change: Mapping[str, Any]) -> str:
 
 
 def _tasks(held_out: Mapping[str, Any]) -> str:
-    """Return the number of held-out tasks, and of attempts at each of them."""
     tasks, n = held_out["tasks"] or held_out["n"], held_out["n"]
     many = "" if tasks == n else f" x {n // tasks}" if n % tasks == 0 else f" ({n} episodes)"
     return f"{tasks} held-out tasks{many}"

@@ -396,7 +396,6 @@ class Service(HttpService):
 
 
 async def _reply(session: Session, text: str) -> str:
-    """Return the answer to one message in Tapereel's protocol."""
     number = 0
     try:
         call = read_call(text)

@@ -184,7 +184,6 @@ class Host:
         return Result.of(call.id, outcome)
 
     def _tape(self, call: RestoreCall) -> Tape:
-        """Return the tape to restore, made from the steps in the message."""
         declared, steps = self._declared, list[Step]()
         for item in call.steps:
             read = declared.action if item.kind in declared.actions else declared.observation

@@ -129,7 +129,6 @@ class Proxy(Environment[Action]):
         return answer
 
     def _encoded(self, call: Call) -> str:
-        """Return the message for the call."""
         return call.encoded()
 
     async def _exchange(self, call: Call, text: str) -> Answer:

@@ -142,7 +142,6 @@ class RemoteEnvironment(Proxy):
             raise Hung(f"{self.url}: no answer to `{call.t}` within {self._seconds:g} s") from error
 
     async def _connected(self) -> Channel:
-        """Return a new channel to the environment's session."""
         channel = await self._opened(ROUTE, {SESSION: self._session} if self._session else {}, (PROTOCOL,))
         try:
             async with asyncio.timeout(_CLOSING):
@@ -181,7 +180,6 @@ class RemoteEnvironment(Proxy):
         self._session, self._accepts = welcome.session, welcome.message_bytes
 
     async def _hang_up(self, *, goodbye: bool = True) -> None:
-        """Close the channel (see `Channel.close`)."""
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close(goodbye=goodbye)

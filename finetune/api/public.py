@@ -164,7 +164,6 @@ def save_tiny_model(
 
 
 def _config(kind: Any, model: Model, settings: Mapping[str, Any]) -> Any:
-    """Return a configuration of type `kind` with these settings. All other settings have their defaults."""
     return load_config(kind, None, [*engine_settings(model), *settings.items()])
 
 

@@ -188,7 +188,6 @@ def _lineage(run: Path, store: Store, policy: str | None) -> tuple[str, Path]:
 
 
 def _wanted(uses: Sequence[Use], updates: Sequence[int] | None) -> list[list[Use]]:
-    """Return the records of each requested update, in order."""
     known = {epochs[0].update: epochs for epochs in by_update(uses)}
     if updates is None:
         loop = [n for n, epochs in known.items() if not UpdateInfo.of(epochs[0]).phase.startswith("sft")]

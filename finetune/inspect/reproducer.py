@@ -184,7 +184,6 @@ def _one(run: Path, folder: Path, checkpoint: str | Path | None, progress: Progr
 
 
 def _run_of(checkpoint: Path) -> Path:
-    """Return the directory of the run that contains a checkpoint."""
     return next((above.parent for above in checkpoint.parents if above.name == "checkpoints"), checkpoint.parent.parent)
 
 

@@ -294,7 +294,6 @@ def _events(tape: Tape) -> list[tuple[Turn | Entry, bool]]:
 
 
 def _messages(entry: Entry) -> list[Message]:
-    """Return a step as messages, as a model would read it."""
     step = entry.step
     if entry.by == ENV and not isinstance(step, Unknown):
         return heard(step)

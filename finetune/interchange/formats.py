@@ -92,7 +92,6 @@ class Exchange(Value):
 
 
 def _format_of(name: str) -> Format:
-    """Return the format with this name. Raises UsageError for an unknown name."""
     if name not in FORMATS:
         raise UsageError(f"there is no format {name!r}; there are {', '.join(FORMATS)}")
     return FORMATS[name]

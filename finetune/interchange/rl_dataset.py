@@ -610,7 +610,6 @@ def _statistics(
     recipe: Recipe,
     config: RLConfig,
 ) -> Sums:
-    """Return statistics about the tokens that train."""
     sums, surrogate = Sums(), recipe.surrogate
     epsilon = 0.2 if config.epsilon is None else config.epsilon
     low, high = (surrogate.low, surrogate.high) if isinstance(surrogate, PPO | CPG) else (epsilon, epsilon)

@@ -123,5 +123,4 @@ def fit_critic(config: ConfigT) -> ConfigT:
 
 
 def _trained(config: Any) -> dict[str, Any]:
-    """Return the players that are trained."""
     return {name: one for name, one in getattr(config, "players", {}).items() if not getattr(one, "frozen", True)}

@@ -150,7 +150,6 @@ class _Tape(TapeFold):
         self.repeats = max(self.repeats, (times, step.kind))
 
     def kind(self, step: int | None) -> str | None:
-        """Return the kind of the action with index `step`."""
         if step is None:
             return None
         return self.kinds[step] if 0 <= step < len(self.kinds) else "(missing step)"

@@ -175,7 +175,6 @@ class _Layers(dict[Keys, tuple[Any, str]]):
         self.typed.pop(keys, None)
 
     def data(self) -> dict[str, Any]:
-        """Return the settings as nested groups."""
         return nested((keys, value) for keys, (value, _) in self.items())
 
     def where(self, keys: Keys) -> str:

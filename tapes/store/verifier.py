@@ -224,7 +224,6 @@ class _Fold:
                 self.books.post(t, tape, entry)
 
     def unknown(self) -> list[str]:
-        """Return sentences about the parts of records that this version doesn't know."""
         return [
             f"{first} has {part}, which this version doesn't know"
             f"{f'; Tapereel {wrote} wrote it' if wrote else ''}{f' (and {n - 1:,} more records)' if n > 1 else ''}"
@@ -347,7 +346,6 @@ class _Parts:
                 yield part
 
     def close(self) -> None:
-        """End the processes."""
         for worker, receive in self._workers:
             receive.close()
             worker.terminate()

@@ -153,7 +153,6 @@ def _identity(read: Identity) -> dict[str, object]:
 
 
 def _json(value: Any) -> str | None:
-    """Return a value as readable text, or None for None."""
     if value is None:
         return None
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=1)

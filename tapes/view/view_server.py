@@ -238,7 +238,6 @@ def _constant(kind: str, body: bytes) -> Handler:
 
 
 async def _in(thread: ThreadPoolExecutor, work: Callable[[], object]) -> bytes:
-    """Return the answer of `work`, which runs in the thread, as JSON."""
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(thread, lambda: to_json(work(), inf_nan_mode="strings"))
 

@@ -387,7 +387,6 @@ class EmbeddedEngine:
         )
 
     def _withdraw(self, flight: _Flight) -> None:
-        """Remove a cancelled request from the batch or from the queue."""
         if self._flights.pop(flight.generation, None) is None:
             return  # the request has ended already, and left the batch
         flight.close_span(self.version)

@@ -208,7 +208,6 @@ class EngineServer(HttpService):
         return [list(zip(at, value, strict=True)) for at, value in zip(ids.tolist(), values.tolist(), strict=True)]
 
     async def _score(self, request: web.Request) -> Any:
-        """Answer with the log-probs of a prompt, without sampling."""
         ids = request[BODY].get("prompt")
         self._request({**request[BODY], "token_ids": ids, "sampling_params": {}}, lambda _: None)
         values = zip(ids[1:], await self.engine.score(ids), strict=True)
@@ -299,7 +298,6 @@ class _Stream:
         """Never called, because the embedded engine makes only one attempt for each request."""
 
     async def pass_on(self) -> None:
-        """Send ids to the client until the completion ends."""
         while (ids := await self.heard.get()) is not None:
             self._sent += len(ids)
             await self._send({"request_id": self._name, "choices": [{"index": 0, "token_ids": ids.tolist()}]})
@@ -357,8 +355,6 @@ def _answer(
 
 
 def _as_json(work: Callable[[web.Request], Any]) -> Handler:
-    """Return a handler that answers with the result of `work` as JSON."""
-
     async def handler(request: web.Request) -> web.StreamResponse:
         found = work(request)
         found = await found if isawaitable(found) else found

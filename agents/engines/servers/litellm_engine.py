@@ -329,7 +329,6 @@ class LiteLLMEngine:
         )
 
     def _priced(self) -> bool:
-        """Return whether litellm knows what the model's tokens cost."""
         try:
             info = self._litellm.get_model_info(self._model)
         except Exception:  # litellm raises a plain Exception for an unknown model

@@ -255,7 +255,6 @@ class RemoteEngine:
         await self.fleet.publish(state, version, mode)
 
     async def _send_newest(self, member: Member) -> bool:
-        """Send the newest weights to one server (see `fleet.Give`)."""
         return await self.fleet.send_again(member)
 
     async def sleep(self) -> None:

@@ -119,7 +119,6 @@ class VLLMReload:
         """Do nothing, because each step is a request of its own."""
 
     async def _call_weights(self, version: str) -> None:
-        """Give the name `version` to the server's current weights."""
         await self._post("/update_weight_version", {"new_version": version})
 
     async def free(self) -> None:

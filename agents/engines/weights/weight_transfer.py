@@ -309,7 +309,6 @@ def _attempt(function: Callable[..., None], *args: object) -> EngineError | None
 
 
 async def _raised(attempt: Awaitable[EngineError | None]) -> None:
-    """Raise the error of an `_attempt`."""
     if (error := await attempt) is not None:
         raise error
 
