@@ -177,6 +177,7 @@ class DemoConfig(SeedConfig, TrackedConfig):
                 concurrency=256,
             ),
             trackers=self.trackers,
+            tracking=self.tracking,
         )
 
     def after_imitation(self, out: Path) -> TrainConfig:
@@ -347,7 +348,6 @@ def _controls(out: Path) -> bool:
 
 
 def _control_runs(config: DemoConfig, out: Path, shown: RunSummary, progress: Progress) -> dict[str, ControlSummary]:
-    """Make the control runs of the demo in `out`. `shown` is the summary of the demonstrations."""
     tokens, warm, loop = trained_tokens(out), config.warm, config.loop
     begun, imitated = config.after_imitation(out), cast(ImitationConfig, config.training(out).warm)
     updates = max(1, round(tokens / (shown.tokens["authored"] / shown.episodes * warm.batch)))
@@ -383,7 +383,6 @@ def _control_runs(config: DemoConfig, out: Path, shown: RunSummary, progress: Pr
 
 
 def _scores(summary: TrainSummary, controls: dict[str, ControlSummary]) -> tuple[Score, ...]:
-    """Return the rows of the results table: before the loop, after the loop, and the controls."""
     held_out = summary.held_out
     rows = [
         Score(name=name, sampled=held_out[when], greedy=held_out.get(f"greedy_{when}"), n=held_out["n"])

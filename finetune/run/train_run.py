@@ -153,6 +153,7 @@ def _lead(loaded: LoadedRun, out: Path, resume: bool, progress: Progress, on_epi
             *(f"{place}.{name}" for place in places for name in ("threads", "device", "offload")),
             "processes",
             "trackers",
+            "tracking",
         ),
         changes=lengthening(config.loop, warm, config.players),
         engines=frozen,
@@ -167,10 +168,10 @@ def _lead(loaded: LoadedRun, out: Path, resume: bool, progress: Progress, on_epi
             tokenizer=loaded.policy.tokenizer,
         )
         with reporting(report):
-            with directory.timed("total"), tracking(directory, config.trackers):
+            with directory.timed("total"), tracking(directory, config.trackers) as trackers:
                 folder = str(config.engine.model)
                 check_begun(directory.results, loaded.policy.weights.digest, out, folder)
-                training = Training(loaded, directory, progress, on_episode)
+                training = Training(loaded, directory, progress, on_episode, trackers)
                 try:
                     training.complete()
                 except EngineStopped as stopped:
@@ -198,7 +199,6 @@ def _new_results(loaded: LoadedRun) -> Results:
 
 
 def _summary(training: Training, hints: tuple[str, ...]) -> TrainSummary:
-    """Return the results of the finished run, with this advice."""
     results, history, out = training.run.results, training.history, training.run.path
     assert results.books is not None
     lines = _loop_lines(out)

@@ -41,6 +41,7 @@ from .load_policy import check_rate
 from .loaded_run import LoadedRun, Scene
 from .longer import end_name, reached
 from .players import OWN, check_player, frozen_engines, lineage_of
+from .trackers import Trackers
 from .train_config import EndedBy, MeasuredBy
 from .warm_start import bring_in, warm_start
 
@@ -73,9 +74,15 @@ class Training:
     """A training run in its run directory. The caller sets the number of torch threads."""
 
     def __init__(
-        self, loaded: LoadedRun, run: RunDir, progress: Progress = silent, on_episode: OnEpisode | None = None
+        self,
+        loaded: LoadedRun,
+        run: RunDir,
+        progress: Progress = silent,
+        on_episode: OnEpisode | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
-        self.loaded, self.run, self.progress, self.on_episode = loaded, run, progress, on_episode
+        self.loaded, self.run, self.progress = loaded, run, progress
+        self.on_episode, self.trackers = on_episode, trackers
         self.config, self.recipe = loaded.config, loaded.recipe
         self.loop, self.players = self.config.loop, self.config.players
         self.policies, self.policy = loaded.policies, loaded.policy
@@ -309,9 +316,13 @@ class Training:
             self.run.metrics(update.metrics)
             done = update.update - start
             self._evaluate_beside(done)
-            if self.on_episode is not None and (done == 1 or done % self.loop.checkpoint_every == 0):
+            if done > 1 and done % self.loop.checkpoint_every:
+                return
+            if self.on_episode is not None:
                 drawn = random.Random(derive_seed(self.config.seed, "episode", done))
                 self.on_episode(done, drawn.choice(update.tapes))
+            if self.trackers is not None:
+                self.trackers.episodes(update.update, update.tapes)
 
         with self.run.timed("rl"):
             loop = await self._run_loop(report, "improving by rollouts")

@@ -11,6 +11,8 @@ from typing import Any
 FOLDER = "trackers"
 STEPS = {"rollout": "rollout/episodes_so_far", "train": "train/update", "eval": "eval/update"}
 """The axis of a metric -> the metric that is its step."""
+TABLE = "rollout/completions"
+"""A table, which has no values at steps."""
 BLOCK = 32 * 1024
 
 
@@ -36,7 +38,7 @@ def read_trackio(folder: Path, run: str) -> Iterator[tuple[str, int, float]]:
     assert SQLiteStorage.get_runs("tapereel") == [run]
     for line in SQLiteStorage.get_logs("tapereel", run):
         for name, value in line.items():
-            if name not in ("step", "timestamp"):
+            if name not in ("step", "timestamp", TABLE):
                 yield name, line["step"], value
 
 
@@ -55,7 +57,7 @@ def read_wandb(folder: Path, run: str) -> Iterator[tuple[str, int, float]]:
         }
         for name, value in items.items():
             axis = name.split("/")[0]
-            if axis in STEPS:
+            if axis in STEPS and not name.startswith(TABLE):
                 yield name, items[STEPS[axis]], value
     assert names == {"", run}
     assert len(ids - {""}) == 1

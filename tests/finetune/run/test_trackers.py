@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tapereel.finetune.run.trackers import FOLDER, Axes, Setting, Trackers, check_trackers
+import tapereel as tr
+from tapereel.finetune.run.trackers import (
+    COLUMNS,
+    FOLDER,
+    TABLE,
+    Axes,
+    Setting,
+    TrackerName,
+    Trackers,
+    TrackingConfig,
+    check_trackers,
+    start_tracker,
+)
+from tapereel.tapes import Tape
 from tapereel.tapes.errors import MissingExtra
+
+from ...recorded.worlds import Echo
 
 LINES: tuple[dict[str, Any], ...] = (
     {"phase": "sft", "update": 1, "loss": 2.0, "lr": 1e-3, "grad_norm": 1.0, "skipped": None},
@@ -178,3 +195,93 @@ def test_tensorboard_reads_back_what_was_drawn(tmp_path: Path):
     assert [(e.step, e.value) for e in events.Scalars("rollout/reward")] == [(8, 0.25)]
     assert [(e.step, e.value) for e in events.Scalars("eval/sampled")] == [(2, 0.5)]
     assert "train/ess" not in events.Tags()["scalars"]
+
+
+class Started:
+    """A class of accelerate's trackers that keeps its arguments."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments, self.tracker, self.active_run = arguments, self, self
+        self.info = self
+        self.run_id = "mlflow-1"
+
+    def start(self) -> None: ...
+    def define_metric(self, name: str, step_metric: str) -> None: ...
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
+def test_a_run_is_listed_under_the_project_group_and_name_that_it_names(
+    name: TrackerName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracking = pytest.importorskip("accelerate.tracking")
+    monkeypatch.setattr(tracking, "LOGGER_TYPE_TO_CLASS", {name: Started})
+    for variable in ("WANDB_ERROR_REPORTING", "TRACKIO_DIR", "MLFLOW_TRACKING_URI"):
+        monkeypatch.setenv(variable, "here")
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+
+    def listed(**about: str) -> tuple[Any, ...]:
+        tracker: Any = start_tracker(name, tmp_path / "r", TrackingConfig(**about))
+        found = tracker.arguments
+        if name == "mlflow":
+            return found["experiment_name"], (found["tags"] or {}).get("group"), found["run_name"]
+        return found["run_name"], found.get("group"), found["name"]
+
+    assert listed() == ("tapereel", None, "r")
+    monkeypatch.setenv("WANDB_PROJECT", "of-the-team")
+    assert listed() == ("of-the-team", None, "r")
+    assert listed(project="p", group="g", name="n") == ("p", "g", "n")
+
+
+@pytest.fixture
+def tapes(tmp_path: Path) -> list[Tape]:
+    """Episodes in which an echo scores the answers."""
+    run = tr.run(tr.ChatAgent(), Echo, ["3", "14"], ["3", "159"], out=tmp_path / "recorded")
+    return list(run.tapes())
+
+
+@pytest.mark.ledger("F88")
+def test_tensorboard_shows_episodes_as_text(tapes: list[Tape], tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trackers = Trackers(("tensorboard",), tmp_path)
+    trackers.episodes(3, tapes)
+    trackers.close()
+    assert trackers.failures == {}
+    events = accumulator.EventAccumulator(str(tmp_path / FOLDER / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors(f"{TABLE}/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert event.step == 3
+    for tape in tapes:
+        assert f"    tape: {tape.id}" in text
+        assert f"    reward: {tape.reward}" in text
+    assert "    completion: " in text
+
+
+def test_every_tracker_gets_the_episodes_as_its_own_kind_of_table(
+    tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: dict[str, Any] = {}
+
+    class Table:
+        def __init__(self, *, data: list[dict[str, object]]) -> None:
+            self.data = data
+
+    class Keeps(Kept):
+        active_run = SimpleNamespace(info=SimpleNamespace(run_id="mlflow-1"))
+
+        def log_table(self, name: str, columns: list[str], data: list[list[object]]) -> None:
+            got[name] = [dict(zip(columns, row, strict=True)) for row in data]
+
+    kept = {name: Keeps() for name in ("wandb", "trackio", "mlflow")}
+    trackio, mlflow = ModuleType("trackio"), ModuleType("mlflow")
+    trackio.Table = Table  # type: ignore[attr-defined]
+    mlflow.log_table = lambda data, file, run_id: got.update({f"{file} of {run_id}": data})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    trackers = Trackers(("wandb", "trackio", "mlflow"), Path(), make=lambda name, path: kept[name])
+    trackers.episodes(3, tapes)
+    assert trackers.failures == {}
+    rows = got[TABLE]
+    assert [(row["update"], row["tape"], row["reward"]) for row in rows] == [(3, t.id, t.reward) for t in tapes]
+    assert kept["trackio"].got[0][1][TABLE].data == rows  # type: ignore[attr-defined]
+    assert got[f"{TABLE}.json of mlflow-1"] == {column: [row[column] for row in rows] for column in COLUMNS}
