@@ -135,7 +135,7 @@ def arms(config: DemoConfig, args: argparse.Namespace, have: dict[str, Line], pa
         loop = config.loop.model_copy(update={"shuffle_rewards": ARMS[arm]})
         begun = config.after_imitation(out).model_copy(update={"loop": loop})
         most = 4 * loop.updates if bound else 0
-        train_on(tokens or 0, begun, out / arm, most=most, progress=silent, **config.scene())
+        train_on(tokens or 0, begun, out / arm, config.scene(), most=most, progress=silent)
         have[arm] = line_of(arm, config.seed, out / arm, "after")
         note(have[arm], path)
 

@@ -273,7 +273,7 @@ class History:
         )
         self.store.record_files(*sorted(made.path.rglob("*")))
         best = max(self.scores, key=self.scores.__getitem__, default=None)
-        prune(self.directory, keep=self.policy.keep, keep_bytes=self.policy.keep_bytes, best=best)
+        prune(self.directory, keep=self.policy.keep, best=best)
         return made
 
     def settle(self) -> None:

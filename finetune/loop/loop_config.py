@@ -141,8 +141,10 @@ RECIPES += ("reinforce", "reinforce_plain", "reinforce_pp", "reinforce_pp_baseli
 
 
 @translation
-def _in_flight(settings: Group, keys: Keys, value: Any) -> tuple[Keys, Any]:
-    """Before `in_flight`, this setting was called `publish`."""
+def _of_earlier_loops(settings: Group, keys: Keys, value: Any) -> tuple[Keys, Any] | None:
+    """Before `in_flight`, this setting was called `publish`. A bound in bytes on the kept checkpoints is gone."""
+    if keys == ("loop", "keep_checkpoint_bytes"):
+        return None
     return (("loop", "in_flight"), value) if keys == ("loop", "publish") else (keys, value)
 
 
@@ -237,8 +239,6 @@ class LoopConfig(RecipeConfig):
     keep_checkpoints: int | None = Field(default=3, ge=1)
     """Number of checkpoints to keep. None keeps all. The base checkpoint, the last checkpoint, the checkpoint with the
     best held-out reward and the checkpoints at the end of a phase are always kept."""
-    keep_checkpoint_bytes: int | None = Field(default=None, ge=0)
-    """Maximum size of all kept checkpoints in bytes. Above it, the oldest are deleted. None sets no bound."""
     shuffle_rewards: Literal["within", "across"] | None = None
     """Shuffle the rewards of each update `within` each group or `across` all of its groups, as a control experiment.
     `within` keeps the number of successes in each group. `across` removes all information from the rewards."""

@@ -32,7 +32,6 @@ class Policy:
     weights."""
     keep: int | None = 3
     """Number of checkpoints to keep (see `prune`)."""
-    keep_bytes: int | None = None
     slots: int = 64
     capacity: int | None = None
     attention: Attention | None = None

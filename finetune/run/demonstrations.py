@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import ClassVar, Literal, TypedDict, Unpack, cast
+from typing import ClassVar, Literal, TypedDict, cast
 
 from pydantic import Field, model_validator
 
@@ -34,7 +34,7 @@ from ...envs.adapters.calculator import word_problems
 from ...envs.adapters.lamps import Lamps, lamp_tasks
 from ...envs.taskset import Taskset
 from ...tapes import Sampling
-from ...tapes.common.config import check_version, dump_config, load_config
+from ...tapes.common.config import check_version, dump_config, load_config, translated
 from ...tapes.common.config_yaml import read_yaml
 from ...tapes.common.progress import Progress, silent
 from ...tapes.errors import MissingExtra, UsageError
@@ -287,8 +287,10 @@ def begun_demo(out: str | Path) -> DemoConfig | None:
     path = Path(out) / DEMO
     if not path.exists():
         return None
-    pictures = ("blind",) in (keys for keys, _, _ in read_yaml(path.read_text(encoding="utf-8")))
-    return load_config(PicturesDemoConfig if pictures else DemoConfig, path)
+    # Like a run's `config.yaml`, the file may have names of settings of earlier versions.
+    found = list(translated(list(read_yaml(path.read_text(encoding="utf-8")))))
+    kind = PicturesDemoConfig if ("blind",) in (keys for keys, _, _ in found) else DemoConfig
+    return load_config(kind, None, [(".".join(keys), value, f"{path} line {line}") for keys, value, line in found])
 
 
 def prepare(config: DemoConfig, out: Path, *, resume: bool, progress: Progress = silent) -> RunSummary:
@@ -328,7 +330,7 @@ def trained_tokens(run: Path) -> int:
 
 
 def train_on(
-    tokens: int, config: TrainConfig, out: Path, *, most: int, progress: Progress, **scene: Unpack[DemoScene]
+    tokens: int, config: TrainConfig, out: Path, scene: DemoScene, *, most: int, progress: Progress
 ) -> TrainSummary:
     """Train in `out`. While the finished run has trained on fewer than about `tokens` tokens, make it longer. `most` is
     the maximum number of updates of its loop. A second call continues the run."""
@@ -373,7 +375,7 @@ def _control_runs(config: DemoConfig, out: Path, shown: RunSummary, progress: Pr
         # Episodes may become shorter, even shrink to nothing, so there is a largest number of updates.
         most = 4 * arm["loop"].updates
         made = begun.model_copy(update=arm)
-        summary = train_on(tokens, made, folder, most=most, progress=progress, **config.scene())
+        summary = train_on(tokens, made, folder, config.scene(), most=most, progress=progress)
         found[name] = ControlSummary(
             after=summary.held_out["after"],
             greedy_after=summary.held_out["greedy_after"],

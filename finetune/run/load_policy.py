@@ -103,7 +103,6 @@ def load_policy(
         tokenizer=found.tokenizer,
         autocast=loop.optimiser.forward_dtype,
         keep=loop.keep_checkpoints,
-        keep_bytes=loop.keep_checkpoint_bytes,
         slots=engine.slots,
         capacity=engine.capacity,
         attention=trainer.attention,

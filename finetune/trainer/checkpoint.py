@@ -140,11 +140,6 @@ class Checkpoint:
         except Exception as error:  # torch raises many types of error for a broken file
             raise BadCheckpoint(f"{self.path / name} can't be read: {type(error).__name__}: {error}") from error
 
-    @property
-    def bytes(self) -> int:
-        """Size of all files, in bytes."""
-        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
-
 
 class ModelWeights:
     """The weights of a model that one process holds. `Processes` does the same for several processes."""
@@ -417,21 +412,16 @@ def save_checkpoint(
     return Checkpoint(target, update, full)
 
 
-def prune(directory: Path, *, keep: int | None = None, keep_bytes: int | None = None, best: int | None = None) -> None:
-    """Delete the oldest checkpoints until at most `keep` of them and `keep_bytes` bytes are left. None means no bound.
+def prune(directory: Path, *, keep: int | None = None, best: int | None = None) -> None:
+    """Delete the oldest checkpoints until at most `keep` of them are left. None means no bound.
 
     Four kinds of checkpoints are never deleted: the newest one, the base (update 0), the one of update `best`, and
-    pinned ones. So the checkpoints that are left may exceed the bounds.
+    pinned ones. So more checkpoints than `keep` may be left.
     """
     found = checkpoints(directory, damaged=False)
-    sizes = {one.path: one.bytes for one in found} if keep_bytes is not None else {}
-    total = sum(sizes.values())
-    for k, old in enumerate(found[:-1]):
-        many = keep is not None and len(found) - k > keep
-        large = keep_bytes is not None and total > keep_bytes
-        if (many or large) and not (old.state.get("pinned") or old.update in (0, best)):
+    for old in found[:-keep] if keep else ():
+        if not (old.state.get("pinned") or old.update in (0, best)):
             shutil.rmtree(_set_aside(old.path))
-            total -= sizes.get(old.path, 0)
     for rest in directory.glob(f".update-*{_GONE}"):
         shutil.rmtree(rest)
 

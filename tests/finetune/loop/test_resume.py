@@ -334,3 +334,10 @@ def test_a_demo_read_from_its_file_has_the_settings_that_it_began_with(config: D
     again = begun_demo(tmp_path)
     assert again is not None
     assert fitted(again.training(tmp_path)) == fitted(config.training(tmp_path))
+
+
+def test_a_demo_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    text = dump_config(DemoConfig())
+    assert "  in_flight: " in text
+    (tmp_path / DEMO).write_text(text.replace("  in_flight: ", "  keep_checkpoint_bytes: null\n  publish: "))
+    assert begun_demo(tmp_path) == DemoConfig()

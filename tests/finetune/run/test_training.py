@@ -427,6 +427,7 @@ def test_a_recorded_configuration_with_earlier_names_is_read_with_the_new_ones(w
         "trainer": {"lora": lora},
         "loop": {
             "publish": mode,
+            "keep_checkpoint_bytes": 10**9,
             "agents": ["a"],
             "teacher": {**server, "model": "y", "publish": "reload", "nccl": None},
         },
