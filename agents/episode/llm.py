@@ -20,11 +20,11 @@ from typing import Any, Literal, TypeVar, cast
 from pydantic import JsonValue, ValidationError
 
 from ...tapes import Action, Call, CauseType, Message, Sampling, Step, Tape, Thought
-from ...tapes.common.arguments import check_arguments, shown
+from ...tapes.common.arguments import check_arguments, shown, wrong_fields
 from ...tapes.common.run_async import GRACE
 from ...tapes.common.shared_loop import guest
 from ...tapes.common.text import logger, warn_once
-from ...tapes.errors import BadArgument, short_repr
+from ...tapes.errors import BadArgument
 from ...tapes.messages import check_messages, part_of, said, video_in
 from ...tapes.pictures import pictures_of
 from ...tapes.records import Attempt, Constraint, Label
@@ -590,8 +590,7 @@ def checked_sampling(caller: str, base: Sampling, **given: float | None) -> Samp
     try:
         return Sampling.model_validate({**vars(base), **{k: v for k, v in given.items() if v is not None}})
     except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, e['loc']))} is {short_repr(e['input'])}: {e['msg']}" for e in error.errors()]
-        raise BadArgument(f"{caller}: {'; '.join(wrong)}") from error
+        raise BadArgument(f"{caller}: {wrong_fields(error, Sampling)}") from error
 
 
 def _check_types(**arguments: tuple[object, Any]) -> None:

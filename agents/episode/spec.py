@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from ...envs.taskset import as_task
 from ...tapes import Sampling, Tape, Task
+from ...tapes.common.arguments import wrong_fields
+from ...tapes.errors import BadArgument
 from ...tapes.value import Value
 from .limits import Limits
 from .seeds import derive_seed
@@ -60,9 +62,14 @@ class EpisodeSpec(Value):
     def of(cls, task: object, **fields: object) -> EpisodeSpec:
         """The spec of `task`, which is a Task, a value (see `Task.of`) or a spec, with these fields changed.
 
-        Raises BadTasks if JSON can't hold the task.
+        Raises BadTasks if JSON can't hold the task, and BadArgument if a field is unknown or has a wrong value.
         """
-        if not isinstance(task, EpisodeSpec):
-            return cls.model_validate({"task": as_task(task, 0), **fields})
-        as_task(task.task, 0)
-        return cls.model_validate({**vars(task), **fields}) if fields else task
+        spec = isinstance(task, EpisodeSpec)
+        checked = as_task(task.task if spec else task, 0)
+        if spec and not fields:
+            return task
+        known = vars(task) if spec else {"task": checked}
+        try:
+            return cls.model_validate({**known, **fields})
+        except ValidationError as error:
+            raise BadArgument(f"EpisodeSpec.of(): {wrong_fields(error, cls)}") from error

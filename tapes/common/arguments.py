@@ -7,9 +7,10 @@ Arguments are compared, never converted, copied or consumed. Pydantic's `validat
 from __future__ import annotations
 
 import builtins
+import difflib
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache, wraps
 from itertools import repeat
@@ -18,7 +19,7 @@ from pathlib import Path
 from types import FunctionType, NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
-from pydantic import JsonValue
+from pydantic import BaseModel, JsonValue, ValidationError
 from typing_extensions import get_protocol_members, is_protocol
 
 from ..errors import BadArgument, short_repr
@@ -86,6 +87,32 @@ def _owner(target: Callable[..., object]) -> str:
 def shown(value: object) -> str:
     """Return a shortened form of any value, without secrets, followed by its type."""
     return f"{without_secrets(short_repr(value))} ({type(value).__qualname__})"
+
+
+def wrong_fields(error: ValidationError, kind: type[BaseModel]) -> str:
+    """Return what is wrong with the values of a model of the class `kind`, with the place of each value."""
+    found = list[str]()
+    for one in error.errors():
+        place = ".".join(map(str, one["loc"]))
+        if one["type"] == "extra_forbidden":
+            known = _fields(kind, one["loc"][:-1])
+            near = difflib.get_close_matches(str(one["loc"][-1]), known, n=2)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+            found.append(f"unknown field {place} ({shown(one['input'])}); {hint}")
+        elif one["type"] == "value_error":
+            found.append(f"{place}{': ' * bool(place)}{one['msg'].removeprefix('Value error, ')}")
+        else:
+            found.append(f"{place} is {shown(one['input'])}: {one['msg'][0].lower()}{one['msg'][1:]}")
+    return "; ".join(found)
+
+
+def _fields(kind: type[BaseModel], path: Sequence[int | str]) -> list[str]:
+    """Return the names of the fields of `kind`, or of the model in its field `path`."""
+    for name in path:
+        hint = kind.model_fields[name].annotation if name in kind.model_fields else None  # type: ignore[index]
+        inner = (one for one in (hint, *get_args(hint)) if isinstance(one, type) and issubclass(one, BaseModel))
+        kind = next(inner, kind)
+    return list(kind.model_fields)
 
 
 def _expected(hint: Any) -> str:

@@ -9,12 +9,12 @@ import sys
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from tapereel.agents import EpisodeSpec, Limits, ScriptedEngine, rollout, rollout_group
 from tapereel.agents.episode.rollout import VersionMismatch
 from tapereel.agents.replay.branching import branch, continuation
 from tapereel.tapes import Sampling, Status, Tape, Task
+from tapereel.tapes.errors import BadArgument
 
 from ..worlds import GuessNumber, Player
 
@@ -75,12 +75,20 @@ def test_keywords_of_rollout_replace_fields_of_the_spec():
 
 
 def test_fields_that_make_no_sense_are_refused():
-    with pytest.raises(ValidationError, match="fork"):
-        EpisodeSpec.of(7, unverified="I insist")
-    with pytest.raises(ValidationError, match="grup"):
-        EpisodeSpec.of(EpisodeSpec.of(7), grup="g")
-    with pytest.raises(ValidationError, match="retries"):
-        EpisodeSpec.of(7, retries=-1)
+    wrong: list[tuple[dict[str, object], str]] = [
+        ({"unverified": "I insist"}, "fork"),
+        ({"grup": "g"}, r"unknown field grup \('g' .* group\?$"),
+        ({"retries": -1}, r"retries is -1 \(int\): "),
+        (
+            {"retries": -1, "limits": {"turn": 1}},
+            "limits.turn .1 .* turns.*; retries is -1 |retries is -1 .*limits.turn .1 .* turns",
+        ),
+        ({"limits": 3}, r"limits is 3 \(int\): "),
+    ]
+    for fields, says in wrong:
+        for task in (7, EpisodeSpec.of(7)):
+            with pytest.raises(BadArgument, match=says):
+                EpisodeSpec.of(task, **fields)
     with pytest.raises(ValueError, match="continuation"):
         asyncio.run(branch(Player(), GuessNumber, EpisodeSpec.of(7)))
 
