@@ -5,10 +5,10 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from ...agents.episode.limits import Limits
-from ...agents.setup.engine_config import CustomConfig, ServerConfig
+from ...agents.setup.engine_config import CustomConfig, ServerConfig, engine_kind
 from ...agents.setup.setup import DatasetConfig
 from ...tapes.common.config import Config, Keys, translation
 from ...tapes.common.config_yaml import Group
@@ -126,6 +126,15 @@ class ReferenceConfig(Config):
         return self
 
 
+def _teacher_kind(settings: object) -> str:
+    """Return the tag of these settings in `Teacher`. An error then concerns the kind that is meant, and no other."""
+    return "name" if isinstance(settings, str) else "custom" if engine_kind(settings) == "custom" else "servers"
+
+
+Teacher = Annotated[
+    Annotated[str, Tag("name")] | Annotated[ServerConfig, Tag("servers")] | Annotated[CustomConfig, Tag("custom")],
+    Discriminator(_teacher_kind),
+]
 OWN = ("base", "warm")
 """Values of `ReferenceConfig.model` that mean an earlier state of the policy."""
 SECOND = {
@@ -214,7 +223,7 @@ class LoopConfig(RecipeConfig):
     reference: Annotated[ReferenceConfig, BeforeValidator(_named)] | None = None
     """The reference model: `base`, `warm`, `none`, a folder or a name on the hub. With a mapping such as {model: warm,
     every: 10}, the reference follows the policy. None means `warm` if the run has a warm start, otherwise `base`."""
-    teacher: str | ServerConfig | CustomConfig | None = None
+    teacher: Teacher | None = None
     """The teacher for a KL term: a folder, a name on the hub, or an engine that scores tokens. An engine is either
     {model: DIR, urls: [http://...]} for vLLM servers, or a custom engine whose kind is `module:name`."""
     critic: CriticConfig | None = None

@@ -135,12 +135,15 @@ _OTHER_NAMES = {
 }
 """Names of settings in TRL and verl, with our settings. Several names or settings are separated by spaces."""
 _EARLIER_NAMES = {
-    "engine.publish": "engine.weights",
-    "engine.nccl": "engine.weights",
-    "engine.nccl.address": "engine.weights.address",
-    "engine.nccl.port": "engine.weights.port",
-    "loop.publish": "loop.in_flight",
-}
+    f"{engine}.{name}": f"{engine}.{now}"
+    for engine in ("engine", "loop.teacher")
+    for name, now in {
+        "publish": "weights",
+        "nccl": "weights",
+        "nccl.address": "weights.address",
+        "nccl.port": "weights.port",
+    }.items()
+} | {"loop.publish": "loop.in_flight"}
 """Names of settings in earlier versions."""
 
 

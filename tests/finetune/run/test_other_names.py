@@ -62,6 +62,25 @@ def test_the_group_of_a_key_decides_which_setting_is_meant(key: str, ours: list[
     assert suggested(key)[: len(ours)] == ours
 
 
+@pytest.mark.parametrize("engine", ["engine", "loop.teacher", "players.left.engine"])
+def test_an_earlier_name_of_servers_weights_is_one_problem_with_the_new_key(engine: str):
+    sets = ["engine.kind=embedded", "engine.model=m"]
+    if engine.startswith("players"):
+        sets.append("players.left.agents=[a/left]")
+    if engine != "engine":
+        sets += [f"{engine}.kind=vllm", f"{engine}.model=m", f"{engine}.urls=[http://a]"]
+    with pytest.raises(ConfigError) as found:
+        load_config(TrainConfig, None, [*sets, f"{engine}.publish=lora", f"{engine}.nccl.port=1"])
+    text = str(found.value)
+    assert [line.partition(" (")[0].strip() for line in text.splitlines()] == [
+        "2 settings are wrong:",
+        f"unknown key {engine}.publish",
+        f"unknown key {engine}.nccl",
+    ]
+    assert f"did you mean {engine}.weights?" in text
+    assert f"did you mean {engine}.weights.port?" in text
+
+
 def test_a_demo_suggests_only_settings_that_it_has():
     assert "loop.optimiser.lr" in refusal("learning_rate", DemoConfig)
     assert "engine." not in refusal("model_name_or_path", DemoConfig).split("model_name_or_path")[-1]
