@@ -11,8 +11,10 @@ Without the variable, glibc keeps freed blocks, and even bare FSDP2 peaks two to
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -31,14 +33,17 @@ TOKENS = 64
 STEPS = 3
 
 
+TINY = "--tiny" in sys.argv
+
+
 def config() -> LlamaConfig:
     return LlamaConfig(
         hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=16,
+        intermediate_size=128 if TINY else 2048,
+        num_hidden_layers=1 if TINY else 16,
         num_attention_heads=8,
         num_key_value_heads=8,
-        vocab_size=8000,
+        vocab_size=200 if TINY else 8000,
     )
 
 
@@ -175,6 +180,9 @@ def _status(field: str) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="another model: shows that it runs, no more")
+    parser.parse_args()
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()

@@ -149,23 +149,24 @@ def peer(python: str | None, script: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tapeagents", metavar="PYTHON")
+    parser.add_argument("--tiny", action="store_true", help="shows that it runs, no more")
     options = parser.parse_args()
+    most, least = (10, 64) if options.tiny else (3_000, 1)  # steps of an episode; divisor of the numbers of episodes
     tapeagents = peer(options.tapeagents, "tapeagents_loop.py")
 
     prompt, completion = array("i", range(200)), array("i", range(91))
     logprobs = array("f", [-0.5] * 91)
     print("| steps | recorder us/step | rollout us/turn | TapeAgents us/step | ratio per step |\n|---|---|---|---|---|")
-    for steps in (10, 100, 1_000, 3_000):
-        repetitions = 10
-        written = best(lambda steps=steps: len(record(steps, prompt, completion, logprobs)), repetitions) * 1e6
-        rolled = best(lambda steps=steps: roll(steps // 2, max(1, 1_500 // steps), 1), 5) * 1e6
+    for steps in [n for n in (10, 100, 1_000, 3_000) if n <= most]:
+        written = best(lambda steps=steps: len(record(steps, prompt, completion, logprobs)), 10) * 1e6
+        rolled = best(lambda steps=steps: roll(steps // 2, max(1, 1_500 // steps // least), 1), 5) * 1e6
         theirs = tapeagents.get(str(steps))
         ratio = f"{theirs / (rolled / 2):.1f}x" if theirs else "-"
         print(f"| {steps:,} | {written:.1f} | {rolled:.0f} | {f'{theirs:.0f}' if theirs else '-'} | {ratio} |")
 
     print("\n| concurrent x turns | ms/turn |\n|---|---|")
     for concurrent, episodes, turns in ((64, 1024, 5), (256, 1024, 5), (64, 256, 20), (64, 128, 50)):
-        ours = best(lambda c=concurrent, e=episodes, t=turns: roll(t, e, c), 3) * 1e3
+        ours = best(lambda c=concurrent, e=episodes // least, t=turns: roll(t, e, c), 3) * 1e3
         print(f"| {concurrent} x {turns} | {ours:.3f} |")
 
     print("\n| turns | tokens | converter M tokens/s |\n|---|---|---|")

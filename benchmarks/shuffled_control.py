@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--coin", action="store_true", help="the policy of two numbers, and nothing else")
     args = parser.parse_args()
     if args.coin:
-        print(coins())
+        print(coins(2) if args.tiny else coins())
         return
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "arms.jsonl"
