@@ -19,6 +19,7 @@ TapereelError
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from reprlib import Repr
 from typing import Literal, NamedTuple
@@ -35,8 +36,19 @@ StopReason = Literal["away", "key", "model", "budget"]
 model, or has other weights. `budget`: the money or the quota is spent."""
 
 
+_DIGEST = re.compile(r"(\.gguf@[0-9a-f]{12})[0-9a-f]{52}\b", re.IGNORECASE)
+
+
+def brief_digests(text: str) -> str:
+    """Return `text` for people: of the digest in a model's name (`x.gguf@...`), twelve digits are left."""
+    return _DIGEST.sub(r"\1", text)
+
+
 class TapereelError(Exception):
     """Base class of all errors that Tapereel raises on purpose."""
+
+    def __str__(self) -> str:
+        return brief_digests(super().__str__())
 
 
 class NotATape(TapereelError, ValueError):

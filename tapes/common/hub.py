@@ -30,7 +30,7 @@ log = logger("model")
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 _FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
 """The files that a model's folder needs. Code is not downloaded, and neither are weights in other formats."""
-_PINNED = re.compile(r"(.+\.gguf)@([0-9a-f]{64})", re.IGNORECASE)
+_PINNED = re.compile(r"(.+\.gguf)@([0-9a-f]{12,64})", re.IGNORECASE)
 """A GGUF file and the SHA-256 that it must have."""
 Kind = Literal["model", "dataset"]
 
@@ -156,13 +156,17 @@ def _gguf(name: str | Path) -> tuple[Path, str] | None:
         found = files[0]
     elif found.suffix.lower() != ".gguf":
         return None
-    if pinned and not found.exists() and (_gguf_cache() / pinned[2]).is_dir():
-        return found, pinned[2]
+    if pinned and not found.exists():
+        made = [one.name for one in _gguf_cache().glob(f"{pinned[2].lower()}*") if not one.suffix]
+        if made:
+            return found, made[0]
     if not found.is_file():
         raise NotFound(f"no GGUF file {str(found)!r}: name a file, or a folder that holds one")
     digest = _digest(found)
-    if pinned and digest != pinned[2]:
-        raise UsageError(f"{found} isn't the file that {name} names: its SHA-256 is {digest}. Put the original back")
+    if pinned and not digest.startswith(pinned[2].lower()):
+        raise UsageError(
+            f"{found} isn't the file that {name} names: its SHA-256 is {digest[:12]}. Put the original back"
+        )
     return found, digest
 
 

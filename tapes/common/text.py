@@ -12,6 +12,8 @@ from pathlib import Path
 from traceback import format_exception
 from types import TracebackType
 
+from ..errors import brief_digests
+
 DOCS = Path(__file__).parents[2] / "docs"
 """The folder with the documentation. It is part of the package, so its paths can be printed."""
 
@@ -22,8 +24,9 @@ def counted(n: int, word: str) -> str:
 
 
 def safe(text: str) -> str:
-    """Return `text` without control characters that a terminal would obey. Newlines and tabs are kept."""
-    return "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+    """Return `text` without control characters that a terminal would obey, and with short digests of models. Newlines
+    and tabs are kept."""
+    return brief_digests("".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in text))
 
 
 def storable(text: str, limit: int = 2000) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,8 @@ import tapereel as tr
 from tapereel.cli.command import main
 from tapereel.tapes.common import hub
 from tapereel.tapes.common.hub import NotFound, local_folder, model_folder, pinned_name
-from tapereel.tapes.errors import MissingExtra, UsageError
+from tapereel.tapes.common.text import safe
+from tapereel.tapes.errors import MissingExtra, UsageError, brief_digests
 from tapereel.tapes.store.run_directory import recorded_settings
 
 from ..contract.tiny_gguf import save_tiny_gguf
@@ -67,7 +69,8 @@ def test_run_train_and_check_model_open_a_gguf_file_and_record_its_digest(
     assert recorded_settings(tmp_path / "run")["engine"]["model"] == pinned_name(str(tiny))
     assert main(["reproduce", str(tmp_path / "run")]) == 0
     assert main([*train, "--resume"]) in (0, 1)
-    capsys.readouterr()
+    assert main(["show", str(tmp_path / "run")]) == 0
+    said = "".join(capsys.readouterr())
 
     swapped = tmp_path / "tiny.gguf"
     save_tiny_gguf(swapped, seed=1)
@@ -78,7 +81,22 @@ def test_run_train_and_check_model_open_a_gguf_file_and_record_its_digest(
         assert main(resumed) == 64
     finally:
         tiny.write_bytes(original)
-    assert "Put the original back" in capsys.readouterr().err
+    said += capsys.readouterr().err
+    assert "Put the original back" in said
+    assert re.search(r"tiny\.gguf@[0-9a-f]{12}\b", said)
+    assert not re.search("[0-9a-f]{64}", said)
+
+
+def test_a_person_reads_twelve_digits_and_can_type_them(tiny: Path, tmp_path: Path):
+    whole = pinned_name(str(tiny))
+    short = brief_digests(whole)
+    assert whole.startswith(short)
+    assert len(short) == len(whole) - 52
+    assert (str(UsageError(f"{whole}/x")), safe(f"the model {whole!r}")) == (f"{short}/x", f"the model {short!r}")
+    assert [pinned_name(short), model_folder(short)] == [whole, model_folder(whole)]
+    other = f"{tiny}@{'0' * 12}"
+    with pytest.raises(UsageError, match="Put the original back"):
+        model_folder(other)
 
 
 def test_evaluate_takes_a_gguf_file(tiny: Path, tmp_path: Path):
