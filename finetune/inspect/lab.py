@@ -40,6 +40,7 @@ from ..loop.plan import Batch, ComputedOn, UpdateInfo, by_update
 from ..loop.staleness import version_name
 from ..objective.recipe import Recipe
 from ..recipes import get_recipe
+from ..run.loaded_run import longest_episode
 from ..run.players import lineage_of
 from ..trainer.checkpoint import checkpoint_folders, checkpoints
 from ..trainer.reference import EarlierWeights
@@ -138,11 +139,13 @@ def lab(
     rebuilt.
     """
     run, started = Path(run), time.perf_counter()
-    named = [_named(recipe) for recipe in recipes]
+    _ = [_named(recipe) for recipe in recipes]  # refuses an unknown one before anything is rebuilt
     with Store.open(run) as store, tempfile.TemporaryDirectory() as scratch, torch.random.fork_rng(devices=()):
         lineage, folder = _lineage(run, store, policy)
         rebuilt = RebuiltRun.of(run, store, Path(scratch), lineage)
         wanted = _wanted(store.ledger(lineage).uses, updates)
+        longest = longest_episode(rebuilt.training.config)
+        named = [_named(recipe, longest) for recipe in recipes]
         bench = _Bench(rebuilt, named, tokens)
         rebuilt.history.directory = folder
         done = []
@@ -158,16 +161,17 @@ def lab(
     )
 
 
-def _named(recipe: str | Recipe) -> tuple[str, Recipe | None]:
-    """Return the name of a recipe, and the `Recipe`, which is None for the run's own recipe."""
+def _named(recipe: str | Recipe, longest: int | None = None) -> tuple[str, Recipe | None]:
+    """Return the name of a recipe, and the `Recipe`, which is None for the run's own recipe. `longest` is the largest
+    number of tokens of an episode (`get_recipe`)."""
     if isinstance(recipe, Recipe):
         return recipe.name, recipe
     if recipe == OWN:
         return OWN, None
     if Path(recipe).suffix in (".yaml", ".yml", ".toml"):
         found = load_config(RecipeConfig, recipe)
-        return Path(recipe).stem, get_recipe(found.recipe, found.changes)
-    return recipe, get_recipe(recipe)
+        return Path(recipe).stem, get_recipe(found.recipe, found.changes, longest=longest)
+    return recipe, get_recipe(recipe, longest=longest)
 
 
 def _lineage(run: Path, store: Store, policy: str | None) -> tuple[str, Path]:

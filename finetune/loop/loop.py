@@ -168,7 +168,7 @@ class Loop:
         history, engine = self.history, self.engine
         check_engines([engine, lead_of(engine), *(learner.engine for learner in self.players)], config)
         check_factory(env)
-        recipe = recipe or get_recipe(config.recipe, config.changes)
+        recipe = recipe or get_recipe(config.recipe, config.changes, longest=config.longest_episode(None))
         check_recipe(config, recipe, len(shown))
         self.config = config
         self.store = history.store

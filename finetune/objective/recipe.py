@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, TypeGuard, get_args
 
 from pydantic import ValidationError, model_validator
@@ -163,6 +163,13 @@ class Recipe(Term):
         fields = (getattr(self, name) for name in type(self).model_fields)
         terms = [term for field in fields for term in (field if isinstance(field, tuple) else (field,))]
         return [why for term in terms if isinstance(term, Term) and (why := term.out_of_reach(tokens)) is not None]
+
+    def fitted(self, tokens: int, keep: Collection[str] = ()) -> Recipe:
+        """Return a copy whose length limits are `tokens`, the largest number of own tokens of an episode, except in the
+        fields in `keep`."""
+        shape = self.shape if "shape" in keep else tuple(term.fitted(tokens) for term in self.shape)
+        weigh = self.weigh if "weigh" in keep else self.weigh.fitted(tokens)
+        return self.model_copy(update={"shape": shape, "weigh": weigh})
 
     @property
     def local(self) -> bool:

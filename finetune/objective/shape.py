@@ -19,7 +19,7 @@ m and s are the mean and the standard deviation of the run's rewards.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, field_validator
@@ -93,6 +93,10 @@ class Overlong(Shape):
     def out_of_reach(self, tokens: int) -> str | None:
         start = self.limit - self.buffer
         return None if start < tokens else f"the price of long answers can't act: limit {self.limit}, from {start} on"
+
+    def fitted(self, tokens: int) -> Self:
+        """Return the penalty with the limit `tokens`. Its buffer keeps its share of the limit."""
+        return self.model_copy(update={"limit": tokens, "buffer": max(1, tokens * self.buffer // self.limit)})
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
         over = (stream.episodes.length - (self.limit - self.buffer)).to(x.dtype)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Self, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
@@ -36,6 +36,10 @@ class Term(BaseModel):
         episode.
         """
         return None
+
+    def fitted(self, tokens: int) -> Self:
+        """Return the term for episodes of at most `tokens` own tokens. A length limit becomes `tokens`."""
+        return self
 
     def __str__(self) -> str:
         values = {name: getattr(self, name) for name in type(self).model_fields}

@@ -17,7 +17,7 @@ episode add up exactly.
 
 from __future__ import annotations
 
-from typing import Literal, assert_never
+from typing import Literal, Self, assert_never
 
 import torch
 from torch import Tensor
@@ -43,6 +43,10 @@ class Weigh(Term):
         """
         far = self.kind == "constant" and self.limit != 1 and not tokens / 8 <= self.limit <= tokens
         return f"the divisor of the loss doesn't fit: limit {self.limit:g}" if far else None
+
+    def fitted(self, tokens: int) -> Self:
+        """Return the weights with the divisor `tokens`, if it is a length limit."""
+        return self.model_copy(update={"limit": float(tokens)}) if self.kind == "constant" and self.limit != 1 else self
 
     def totals(self, stream: Stream, entered: Tensor) -> float:
         """Return the number by which the weights are divided: T, E, N or G, counted in this process's part of the

@@ -30,8 +30,13 @@ RECIPES: dict[str, Recipe] = {
 
 
 @check_arguments
-def get_recipe(name: str, changes: Mapping[str, object] | None = None, *, run: Path | None = None) -> Recipe:
+def get_recipe(
+    name: str, changes: Mapping[str, object] | None = None, *, run: Path | None = None, longest: int | None = None
+) -> Recipe:
     """Return the recipe called `name`, with `changes` to its terms (see `Recipe.but`).
+
+    `longest` is the largest number of tokens that the policy can sample in an episode. The length limits of a recipe of
+    the package follow it, unless `changes` sets their term. Without it, they have the values of their papers.
 
     `run` is the directory of a run. If this run has recorded its recipe, and `name` is a recipe of the package, the
     recorded recipe is returned instead. So a resumed run keeps its constants, even if this version of the package has
@@ -49,6 +54,8 @@ def get_recipe(name: str, changes: Mapping[str, object] | None = None, *, run: P
             "file.py:name"
         )
     recipe = recipe.but(changes) if changes else recipe
+    if longest and ":" not in name:
+        recipe = recipe.fitted(longest, keep=changes or ())
     recorded = read_recipes(run).get("rl") if run is not None and ":" not in name else None
     return recorded if isinstance(recorded, Recipe) else recipe
 

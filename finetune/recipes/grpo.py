@@ -31,12 +31,12 @@ dr_grpo = Recipe(
 """dr_grpo: GRPO done right, without the two normalisations that bias it: by standard deviation and by length.
 
     A_i = r_i - mean_group
-    loss = -1/(E limit) sum_t min(r_t A_i, clip(r_t, 0.8, 1.2) A_i)        limit 512
+    loss = -1/(E limit) sum_t min(r_t A_i, clip(r_t, 0.8, 1.2) A_i)
 
 Source: Liu et al. 2025, "Understanding R1-Zero-Like Training" (arXiv 2503.20783).
 
-1. `weigh.limit` is the length limit of a completion (TRL: `max_completion_length`), so set it to your own limit. It
-   only scales the loss.
+1. `weigh.limit` is the length limit of a completion (TRL: `max_completion_length`), and only scales the loss. In a run,
+   it is the number of tokens of the longest episode that the run's limits allow, otherwise 512.
 """
 
 dapo = Recipe(
@@ -55,7 +55,8 @@ Source: Yu et al. 2025, "DAPO" (arXiv 2503.14476).
 
 1. A group is dropped if all its rewards are equal, whatever their value. The paper drops groups whose answers are all
    right or all wrong. The rewards that are compared here don't yet contain the price for overlong answers.
-2. The price has the paper's limit of 20,480 tokens, and rises to 1 over the last 4,096 of them. Set your own limit.
+2. In a run, the price reaches 1 at the longest episode that the run's limits allow, and begins at 4/5 of its tokens.
+   Otherwise it has the paper's limit of 20,480 tokens, and rises over the last 4,096 of them.
 """
 
 gspo = Recipe(

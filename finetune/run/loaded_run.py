@@ -54,6 +54,13 @@ class Scene:
     """The same as `LoadedSetup.code`."""
 
 
+def longest_episode(config: TrainConfig) -> int | None:
+    """Return the largest number of tokens that the policy can sample in an episode that is one conversation, or None
+    without a limit."""
+    context = config.engine.capacity or (DEFAULT_CAPACITY if config.engine.kind == "embedded" else None)
+    return config.loop.longest_episode(context)
+
+
 @dataclass(frozen=True)
 class LoadedRun:
     """Everything that a run's configuration names, after loading. It is loaded before the run directory is made, so a
@@ -82,7 +89,9 @@ class LoadedRun:
             setup.check_tasks(held_out)
         shows = setup.shows or shown_by(held_out)
         scene = Scene(setup.agent, setup.env, train_tasks, held_out, shows=shows, code=setup.code)
-        recipe = get_recipe(config.loop.recipe, config.loop.changes, run=None if ranks.rank else out)
+        most = longest_episode(config)
+        run = None if ranks.rank else out
+        recipe = get_recipe(config.loop.recipe, config.loop.changes, run=run, longest=most)
         recipe = cast(Recipe, ranks.broadcast(recipe))
         if recipe.needs_value and "critic" not in config.loop.model_fields_set:
             # Only now is it known whether a recipe that the user wrote needs values.
@@ -94,8 +103,6 @@ class LoadedRun:
                 f"nothing scores the episodes of {setup.unscored}, so recipe {recipe.name!r} can't learn from them: "
                 "define `answered`, which returns tr.Outcome(reward=..., terminated=True), or set `rewards`"
             )
-        context = config.engine.capacity or (DEFAULT_CAPACITY if config.engine.kind == "embedded" else None)
-        most = config.loop.longest_episode(context)
         for why in recipe.unfit(most) if most and not ranks.rank else ():
             at = f"an episode that is one conversation has at most {most} own tokens"
             log.warning(f"recipe {recipe.name!r}: {why}, and {at}; loop.changes sets another limit")

@@ -162,7 +162,7 @@ def cpgd(w: World) -> float:
 
 def dr_grpo(w: World) -> float:
     """A_i = r_i - mean_group
-    loss = -1/(E limit) sum_t min(r_t A_i, clip(r_t, 0.8, 1.2) A_i)        limit 512
+    loss = -1/(E limit) sum_t min(r_t A_i, clip(r_t, 0.8, 1.2) A_i)
     """
     a = oracle.baseline(REWARDS, GROUPS, "mean", "group", 0, 0)
     return -sum(w.clipped(t, a[w.of[t]]) for t in range(N)) / (len(REWARDS) * 512)

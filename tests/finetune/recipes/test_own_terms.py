@@ -13,7 +13,7 @@ import torch
 
 import tapereel as tr
 from tapereel.finetune.loop.loop_config import LoopConfig
-from tapereel.finetune.objective import PPO, Context, GroupBaseline, Surrogate, TimeCredit, Weigh
+from tapereel.finetune.objective import PPO, Context, GroupBaseline, Overlong, Surrogate, TimeCredit, Weigh
 from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.objective.recipe import read
 from tapereel.finetune.recipes import BrokenRecipes, get_recipe, read_recipes, write_recipes
@@ -226,6 +226,31 @@ def test_a_recipe_says_which_lengths_of_an_episode_it_fits(
 
 
 @pytest.mark.parametrize(
+    ("recipe", "changes", "longest", "limits"),
+    [
+        ("dapo", None, 1000, (1000, 200, 1.0)),
+        ("dapo", {"weigh": {"kind": "constant", "limit": 7}}, 1000, (1000, 200, 7.0)),
+        ("dapo", {"shape": [{"kind": "overlong", "limit": 8, "buffer": 2}]}, 1000, (8, 2, 1.0)),
+        ("dapo", None, 1, (1, 1, 1.0)),
+        ("dapo", None, None, (20480, 4096, 1.0)),
+        ("dr_grpo", None, 1000, (None, None, 1000.0)),
+        ("dr_grpo", {"weigh": {"limit": 7}}, 1000, (None, None, 7.0)),
+        ("dr_grpo", {"baseline": {"by": "batch"}}, 1000, (None, None, 1000.0)),
+        ("dr_grpo", {"shape": [{"kind": "overlong", "limit": 8, "buffer": 2}]}, 1000, (8, 2, 1000.0)),
+        ("dr_grpo", None, None, (None, None, 512.0)),
+        ("reinforce", None, 1000, (None, None, 1.0)),
+    ],
+)
+def test_length_limits_of_a_named_recipe_follow_the_longest_episode_unless_they_are_set(
+    recipe: str, changes: dict[str, object] | None, longest: int | None, limits: tuple[object, ...]
+):
+    found = get_recipe(recipe, changes, longest=longest)
+    price = next((term for term in found.shape if isinstance(term, Overlong)), None)
+    assert (price and price.limit, price and price.buffer, found.weigh.limit) == limits
+    assert longest is None or changes or found.unfit(longest) == []
+
+
+@pytest.mark.parametrize(
     ("limits", "context", "longest"),
     [
         ({}, None, None),
@@ -248,8 +273,10 @@ def test_the_longest_episode_is_the_smallest_of_its_limits(
 @pytest.mark.parametrize(
     ("recipe", "settings", "told"),
     [
-        ("dapo", {}, "limit 20480"),
-        ("dr_grpo", {}, "limit 512"),
+        ("dapo", {}, None),
+        ("dapo", {"loop.changes": {"shape": [{"kind": "overlong", "limit": 99, "buffer": 9}]}}, "limit 99"),
+        ("dr_grpo", {}, None),
+        ("dr_grpo", {"loop.changes": {"weigh": {"limit": 512}}}, "limit 512"),
         ("dr_grpo", {"loop.changes": {"weigh": {"limit": 6}}}, None),
         (f"{Quadratic.__module__}:late", {"loop.limits.turns": 2}, "late begins at 5"),
         (f"{Quadratic.__module__}:late", {}, None),
