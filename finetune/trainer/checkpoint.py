@@ -178,6 +178,7 @@ class ModelWeights:
         if hasattr(model, "save_pretrained"):
             with quiet_transformers():
                 cast("PreTrainedModel", model).save_pretrained(folder)
+            (folder / "README.md").unlink(missing_ok=True)  # peft's model card, a template with nothing filled in
 
     @property
     def shared(self) -> bool:

@@ -79,6 +79,7 @@ def test_a_run_that_trains_adapters_publishes_checkpoints_and_derives_them_again
     ]
     about = json.loads((Path(summary.model) / "adapter_config.json").read_text())
     assert about["base_model_name_or_path"] == str(folder)
+    assert not (Path(summary.model) / "README.md").exists(), "a template of a model card"
     again = reproduce(tmp_path / "run")
     assert again.outcome == "verified", again
 
