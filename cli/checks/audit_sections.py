@@ -78,7 +78,7 @@ def _ends(books: Books, audit: Audit) -> Section:
 
 
 def _ended(ended: int, open: int) -> str:
-    return f"{ended:,} ended and {open:,} are open" if open else "all of them ended"
+    return f"{ended:,} ended, {open:,} still open" if open else "all of them ended"
 
 
 def _lengths(audit: Audit, length: str) -> Section:

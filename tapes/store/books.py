@@ -320,7 +320,7 @@ class BooksFold:
             odd.append(f"{self._sampled} tokens were sampled, {sum(tokens.values())} are accounted for")
         still = sum(tape.status is None for tape in self._tapes.values())
         if self._begun != self._ended + still:
-            odd.append(f"{self._begun} episodes began, {self._ended} ended and {still} are open")
+            odd.append(f"{self._begun} episodes began, {self._ended} ended, {still} still open")
         return Books(
             sampled=self._sampled,
             tokens={place: tokens[place] for place in PLACES},
