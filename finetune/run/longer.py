@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...tapes.common.stats import TOLERANCE
+from ...tapes.common.text import counted
 from ...tapes.errors import UsageError
 from ...tapes.store.run_directory import Change, Lengthened, Results, RunDir
 from ..loop.loop_config import LoopConfig
@@ -87,7 +88,7 @@ def check_rates(loop: LoopConfig, players: Mapping[str, PlayerConfig], *, begun:
         if begun:
             remedy = "begin another run with the last checkpoint's hf/ as engine.model and a schedule of its own"
         raise UsageError(
-            f"{name}.schedule is {schedule.kind} and ends at 0 after {schedule.total} updates, so the rest of the "
-            f"{loop.updates} updates (loop.updates) would change nothing. Set loop.updates to at most "
+            f"{name}.schedule is {schedule.kind} and ends at 0 after {counted(schedule.total or 0, 'update')}, so the "
+            f"rest of the {loop.updates} updates (loop.updates) would change nothing. Set loop.updates to at most "
             f"{(schedule.total or 0) + first}, or {remedy}"
         )

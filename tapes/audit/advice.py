@@ -36,8 +36,8 @@ def advice(
     """Return advice about the closed tapes in `split`, or in all splits if it is None. It also covers the loop's
     `updates`, given as lines of the metrics, and the evaluation at the loop's end.
 
-    How episodes ended comes first, then signs that explain others, and signs in less than half of the run come last. If
-    the reward of the updates did not rise, the first advice ends with this.
+    How episodes ended comes first, then what became of the answers, then the rewards and what explains them. Signs in
+    less than half of the run come last. If the reward of the updates did not rise, the first advice ends with this.
     """
     try:
         closed = [s for s in store.summaries(split=split, closed=True) if s.status != Status.CANCELLED]
@@ -71,9 +71,9 @@ def _ends(climb: Climb, closed: Sequence[Summary]) -> Iterator[Sign]:
         read = f"({_named(found[-1].id)})"
         if status == Status.ERROR:
             what = f"{cause.error}: {cause.message or ''}"[:200].rstrip(": ")
-            yield Sign(-1, f"{many} with an error of the {kind}: {what} ({cause.frame or 'no frame'}) {read}.")
+            yield Sign(-4, f"{many} with an error of the {kind}: {what} ({cause.frame or 'no frame'}) {read}.")
         elif share > MOST and not climb.rose and not _earns([s.reward for s in found], [s.reward for s in played]):
-            yield Sign(-1, f"{many} at the limit `{kind}`: {cause.message} {read}.", share)
+            yield Sign(-4, f"{many} at the limit `{kind}`: {cause.message} {read}.", share)
 
 
 def _tapes(climb: Climb, closed: Sequence[Summary]) -> Iterator[Sign]:
@@ -91,15 +91,13 @@ def _tapes(climb: Climb, closed: Sequence[Summary]) -> Iterator[Sign]:
             f"({_named(scored[-1].id)}): does the environment see the answer? {doubt}",
         )
     newest = [store.tape(s.id, refresh=False) for s in closed[-NEWEST:]]
-    offered = [tape for tape in newest if any(call.tools is not None for call in tape.calls)]
-    if len(offered) >= FEW and not any(map(_called, offered)):
-        yield Sign(
-            0,
-            f"Tools were offered in {len(offered)} of the newest {len(newest)} episodes, and none was called. Read an "
-            f"answer ({_named(offered[-1].id)}): does the model know that it has tools, does it "
-            f"write calls in a format that is read ({DOCS / 'how-to' / 'tools.md'}), and does your agent act on "
-            "reply.tool_calls?",
-        )
+    failed = [(tape, reward.failure) for tape in newest for reward in tape.rewards if reward.failure]
+    unscored = len({tape.id for tape, _ in failed})
+    if unscored >= FEW and unscored > OFTEN * len(newest):
+        tape, why = failed[-1]
+        seen = f"{unscored} of the newest {len(newest)} episodes are unscored, because {why[:300]} ({_named(tape.id)})"
+        yield Sign(-4, f"{seen}. Correct it, and score the tapes again ({remedy('rescore', 'replay the rewards')}).")
+    yield from _answers(newest)
     shortened = [call for tape in newest for call in tape.calls if call.cut or call.cut_messages]
     if shortened:
         messages, tokens = sum(call.cut_messages for call in shortened), sum(call.cut for call in shortened)
@@ -109,17 +107,11 @@ def _tapes(climb: Climb, closed: Sequence[Summary]) -> Iterator[Sign]:
             f"{len(shortened):,} of the newest {sum(len(tape.calls) for tape in newest):,} prompts.",
             0.0,
         )
-    misread = Counter(step.problem for tape in newest for step in tape if isinstance(step, ParseError))
-    asked = sum(len(tape.calls) for tape in newest)
-    if asked and misread.total() >= FEW and misread.total() > MOST * asked:
-        problem, _ = misread.most_common(1)[0]
-        yield Sign(
-            0,
-            f"{misread.total() / asked:.0%} of the newest answers could not be read as an action, most often: "
-            f"{problem[:200]!r}. Does the prompt show the format, and is the fault in the answer and not in your "
-            "agent's `parse`?",
-            misread.total() / asked,
-        )
+
+
+def _answers(newest: Sequence[Tape]) -> Iterator[Sign]:
+    """Yield what became of the answers: cut off, not read, or without a call although tools were offered. A cut answer
+    often can't be read, and holds no call."""
     # A limit of a few tokens, or one that the agent sets itself (`max_tokens=1`), is meant to cut off answers.
     limits = [tape.begin.sampling.max_tokens if tape.begin.sampling else 0 for tape in newest]
     answers = [
@@ -132,11 +124,31 @@ def _tapes(climb: Climb, closed: Sequence[Summary]) -> Iterator[Sign]:
     cut = [reward for is_cut, reward in answers if is_cut]
     if len(answers) >= FEW and len(cut) > OFTEN * len(answers) and not _earns(cut, [reward for _, reward in answers]):
         yield Sign(
-            0,
+            -3,
             f"{len(cut) / len(answers):.0%} of the newest answers were cut off at sampling.max_tokens "
             f"({max(limits)}), so they earn what half an answer earns. Raise it{remedy('answer length', '')}, or ask "
             "for shorter answers.",
             len(cut) / len(answers),
+        )
+    misread = Counter(step.problem for tape in newest for step in tape if isinstance(step, ParseError))
+    asked = sum(len(tape.calls) for tape in newest)
+    if asked and misread.total() >= FEW and misread.total() > MOST * asked:
+        problem, _ = misread.most_common(1)[0]
+        yield Sign(
+            -2,
+            f"{misread.total() / asked:.0%} of the newest answers could not be read as an action, most often: "
+            f"{problem[:200]!r}. Does the prompt show the format, and is the fault in the answer and not in your "
+            "agent's `parse`?",
+            misread.total() / asked,
+        )
+    offered = [tape for tape in newest if any(call.tools is not None for call in tape.calls)]
+    if len(offered) >= FEW and not any(map(_called, offered)):
+        yield Sign(
+            -1,
+            f"Tools were offered in {len(offered)} of the newest {len(newest)} episodes, and none was called. Read an "
+            f"answer ({_named(offered[-1].id)}): does the model know that it has tools, does it "
+            f"write calls in a format that is read ({DOCS / 'how-to' / 'tools.md'}), and does your agent act on "
+            "reply.tool_calls?",
         )
 
 

@@ -15,7 +15,7 @@ from tapereel.envs import Outcome
 from tapereel.envs.adapters.tools import ToolEnvironment
 from tapereel.tapes import Answer, Task
 from tapereel.tapes.audit.advice import advice
-from tapereel.tapes.errors import UsageError
+from tapereel.tapes.errors import TapereelError
 from tapereel.tapes.records import Record, Reward
 from tapereel.tapes.store.run_directory import HeldOut, Results
 from tapereel.tapes.store.store import Store
@@ -60,7 +60,7 @@ def rolled(tmp_path: Path, capsys: Any, *answers: str, **more: Any) -> tuple[str
 
 
 def test_a_run_in_which_no_tool_was_called_says_so(tmp_path: Path, capsys: Any) -> None:
-    (equal, tools) = rolled(tmp_path, capsys, "call note please")
+    (tools, equal) = rolled(tmp_path, capsys, "call note please")
     assert re.search(r"\b6\b.*\b0\b.*tapereel show", equal)
     assert re.search(r"\b6\b.*\b6\b.*docs/how-to/tools\.md", tools)
 
@@ -149,19 +149,6 @@ def test_what_ended_most_episodes_is_the_first_advice(
     assert re.search(first, said[0]) if first else not any("ended" in text for text in said), said
 
 
-def test_prompts_that_are_too_long_are_the_first_advice(tmp_path: Path, model: str) -> None:
-    sets = {"loop.limits.prompt_tokens": 2, "loop.updates": 2, "loop.groups": 2, "loop.group_size": 2}
-    off = {"evaluation.fraction": 0.0}
-    made = tr.train(chat, Digits, f"{DIGITS}:tasks", model, out=tmp_path / "r", settings={**off, **sets})
-    assert re.search(r"^\d+ of \d+ episodes ended at the limit `context`: the prompt has", made.summary.advice[0])
-
-
-def test_training_that_compares_attempts_needs_two(tmp_path: Path, model: str) -> None:
-    with pytest.raises(UsageError, match=r"loop\.group_size.*'grpo'.*reinforce_plain"):
-        tr.train(chat, Digits, f"{DIGITS}:tasks", model, out=tmp_path / "r", settings={"loop.group_size": 1})
-    assert not (tmp_path / "r").exists()
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tr.save_tiny_model(tmp_path_factory.mktemp("model"), "0123456789", size="micro")
@@ -172,6 +159,180 @@ def trained(tmp_path: Path, model: str, env: str, *sets: str) -> list[str]:
     words = ["train", "--agent", f"{DIGITS}:player", "--env", env, "--tasks", f"{DIGITS}:tasks", "--model", model]
     common = ("evaluation.fraction=0", "loop.groups=4", "loop.group_size=4", *sets)
     return [*words, "--out", str(tmp_path / "r"), *[word for pair in common for word in ("--set", pair)]]
+
+
+class Even(tr.Environment[Answer]):
+    """An even digit earns 1."""
+
+    async def reset(self, task: Task) -> str:
+        return "3"
+
+    async def step(self, action: Answer) -> Outcome:
+        return Outcome(reward=self.of(action.text), terminated=True)
+
+    def of(self, text: str) -> float | None:
+        return float(text[:1] in tuple("02468"))
+
+
+class Faulty(Even):
+    def of(self, text: str) -> float | None:
+        return {"4": 1.0, "6": 0.0}[text[:1]]
+
+
+class Unloaded(Even):
+    async def reset(self, task: Task) -> str:
+        raise FileNotFoundError("boards.json")
+
+
+class Zero(Even):
+    def of(self, text: str) -> float | None:
+        return 0.0
+
+
+class One(Even):
+    def of(self, text: str) -> float | None:
+        return 1.0
+
+
+class Unscored(Even):
+    def of(self, text: str) -> float | None:
+        return None
+
+
+def brevity(tape: tr.Tape) -> float:
+    return 1 / len(tape.actions[-1].text.strip("02468"))
+
+
+class Unending(Even):
+    async def step(self, action: Answer) -> Outcome:
+        return Outcome("3", reward=0.0)
+
+
+class Patient(Even):
+    """Each turn but the last earns 1."""
+
+    async def step(self, action: Answer) -> Outcome:
+        return Outcome("3", reward=1.0) if self.of(action.text) else Outcome(reward=0.0, terminated=True)
+
+
+class Owing(Even):
+    def of(self, text: str) -> float | None:
+        return float(text[:1] in tuple("02468")) - 5
+
+
+class Partly(Even):
+    def of(self, text: str) -> float | None:
+        return 0.3 * (text[:1] < "8") + 0.7 * (text[:1] in tuple("02468"))
+
+
+def look_up(text: str) -> Answer:
+    return {"north": Answer(text="north")}[text]
+
+
+def refuse(text: str) -> Answer:
+    raise ValueError("no move")
+
+
+@tr.agent
+async def nucleus(tape: tr.Tape, llm: tr.LLM) -> Any:
+    reply = await llm(tape, sampling=tr.Sampling(top_p=0.9, max_tokens=1))
+    yield Answer(text=reply.text)
+
+
+@tr.agent
+async def loquacious(tape: tr.Tape, llm: tr.LLM) -> Any:
+    for _ in range(9):
+        await llm(tape)
+    yield Answer(text="2")
+
+
+SMALL = {
+    "loop.updates": 3,
+    "loop.groups": 2,
+    "loop.group_size": 8,
+    "loop.max_lag": 0,
+    "loop.sampling.max_tokens": 1,
+    "loop.limits.turns": 3,
+    "loop.optimiser.lr": 1e-2,
+    "evaluation.fraction": 0,
+}
+ENDS = {"kind": "linear", "total": 1, "warmup": 0}
+CAUSES: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+    "the environment breaks often": (
+        chat,
+        Faulty,
+        {},
+        r"^\d+ of .*environment: KeyError.*test_advice\.py:\d+",
+    ),
+    "the environment breaks always": (chat, Unloaded, {}, r"environment: FileNotFoundError: boards\.json.*\.py:\d+"),
+    "the agent breaks": (tr.ChatAgent(parse=look_up), Even, {}, r"agent: KeyError.*test_advice\.py:\d+"),
+    "no answer can be read": (tr.ChatAgent(parse=refuse), Even, {}, "no move"),
+    "a limit ends the episodes": (chat, Unending, {}, r"at the limit `turns`: 3 turns taken"),
+    "the budget is too small": (loquacious, Even, {"loop.limits.tokens": 3}, r"limit\W+tokens\b"),
+    "answers are cut off": (chat, Zero, {"loop.sampling.max_tokens": 16}, r"^\d+% .*cut off.*max_tokens \(16\)"),
+    "prompts are too long": (chat, Even, {"loop.limits.prompt_tokens": 2}, r"limit\W+context\W+the prompt has"),
+    "the window is too small": (chat, Even, {"engine.capacity": 4}, r"limit\W+context\W+the prompt has"),
+    "all rewards are 0": (chat, Zero, {}, r"^All \d+ rewards are 0:"),
+    "all rewards are 1": (chat, One, {}, r"^All \d+ rewards are 1:"),
+    "nothing is scored": (chat, Unscored, {}, "nothing scored it"),
+    "a reward function breaks": (
+        chat,
+        Even,
+        {"rewards": [f"{WORLD}:brevity"]},
+        r"'brevity' failed: .*ZeroDivision.*\.py:",
+    ),
+    "the rate is too high": (chat, Even, {"loop.optimiser.lr": 10.0}, r"loop\.optimiser\.lr=1 instead of 10"),
+    "the rate is too low": (
+        chat,
+        Even,
+        {"loop.optimiser.lr": 1e-9},
+        "hardly.*lr=1e-08 instead of 1e-09",
+    ),
+    "the rate ends at 0": (chat, Even, {"loop.optimiser.schedule": ENDS}, r"loop\.optimiser\.schedule.*ends at 0"),
+    "groups of one": (chat, Even, {"loop.group_size": 1}, r"loop\.group_size.*'grpo'.*reinforce_plain"),
+    "calls that RL can't use": (nucleus, Even, {}, r"'nucleus'.*top_p=0\.9"),
+}
+"""(agent, environment, settings, what the first sentence says) by the cause."""
+BY_TURN = {"reward": {"per": "turn"}, "credit": {"kind": "returns", "clock": "turn", "gamma": 1.0}}
+HEALTHY: dict[str, tuple[Any, dict[str, Any]]] = {
+    "grpo": (Even, {"loop.updates": 12, "loop.optimiser.lr": 3e-2}),
+    "rewards below 0": (Owing, {"loop.updates": 12, "loop.optimiser.lr": 3e-2}),
+    "async": (Even, {"loop.max_lag": 1}),
+    "critic": (Even, {"loop.recipe": "ppo"}),
+    "LoRA": (Partly, {"trainer.lora": {"rank": 4}}),
+    "dapo, one large group": (Even, {"loop.recipe": "dapo", "loop.groups": 1, "loop.group_size": 16}),
+    "small groups": (Partly, {"loop.recipe": "rloo", "loop.groups": 8, "loop.group_size": 2}),
+    "single attempts": (Even, {"loop.recipe": "reinforce_plain", "loop.groups": 16, "loop.group_size": 1}),
+    "the longest episodes are the best": (Patient, {"loop.changes": BY_TURN}),
+    "several steps of an update": (Even, {"loop.recipe": "dr_grpo", "loop.epochs": 2, "loop.minibatches": 2}),
+}
+
+
+def said_of(folder: Path, model: str, agent: Any, env: Any, sets: dict[str, Any]) -> tuple[str, ...]:
+    """The advice of a short training run, or the sentence with which it was refused or stopped."""
+    try:
+        made = tr.train(agent, env, range(12), model, out=folder / "r", settings={**SMALL, **sets})
+    except TapereelError as error:
+        return (str(error),)
+    with Store.open(folder / "r") as store:
+        assert set(made.summary.advice) <= set(overview_of(store).notes)
+    return made.summary.advice
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_first_sentence_about_a_run_is_its_cause(tmp_path: Path, model: str, cause: str) -> None:
+    agent, env, sets, first = CAUSES[cause]
+    said = said_of(tmp_path, model, agent, env, sets)
+    assert re.search(first, said[0]), said
+    assert sum("lr=" in text for text in said) <= 1
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_run_that_learns_gets_no_advice(tmp_path: Path, model: str, name: str) -> None:
+    env, sets = HEALTHY[name]
+    assert said_of(tmp_path, model, chat, env, sets) == ()
 
 
 def test_training_on_equal_rewards_says_so(tmp_path: Path, model: str, capsys: Any) -> None:

@@ -72,7 +72,8 @@ def trained(
     run = tr.train(
         agent or tr.ChatAgent(), Odd, ["a", "b", "c"], model, recipe=recipe, out=path / "run", settings=settings
     )
-    return run, get_recipe(recipe, changes).model_dump(mode="json")
+    longest = 2 * 3  # turns x max_tokens
+    return run, get_recipe(recipe, changes, longest=longest).model_dump(mode="json")
 
 
 class Reading:
