@@ -38,10 +38,11 @@ _FOLD = """
 import sys, time
 from tapereel.tapes.audit.auditor import AuditFold
 from tapereel.tapes.store.store import Store
+from tapereel.tapes.store.summary import read_facts
 fold = AuditFold()
 wall, cpu = time.perf_counter(), time.process_time()
 for stored in Store.open(sys.argv[1], cache=False).records():
-    fold.add(stored.t, stored.tape, stored.body)
+    fold.take(stored.tape or "", read_facts(stored.t, stored.body))
 assert fold.audit().tapes == int(sys.argv[2])
 """
 _PRINT = """

@@ -59,12 +59,14 @@ async def drive(
     stop = time.perf_counter() + seconds
 
     async def episode() -> None:
-        while time.perf_counter() < stop:
+        while True:
             if think:
                 await asyncio.sleep(think * rng.uniform(0.5, 1.5))
             started = time.perf_counter()
             await write()
             latencies.append(time.perf_counter() - started)
+            if time.perf_counter() >= stop:  # at the end, so that each episode has a record, however slow the disk
+                return
 
     started = time.perf_counter()
     await asyncio.gather(*(episode() for _ in range(episodes)))

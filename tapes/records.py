@@ -588,15 +588,6 @@ class Reward(Record):
         """True if the component leaves the tape unscored (`unscores`)."""
         return unscores(self.value, self.weight, self.evidence)
 
-    @property
-    def failure(self) -> str | None:
-        """Why the component has failed, with the line of an error, or None if it hasn't."""
-        if not self.failed:
-            return None
-        found = self.evidence if isinstance(self.evidence, dict) else {}
-        frame = f" ({found['frame']})" if found.get("frame") else ""
-        return f"the reward {self.name!r} failed: {found.get('failed', 'its value is NaN')}{frame}"
-
 
 def exact_sum(values: list[float]) -> float:
     """Return the sum of the values, rounded once. Earlier versions recorded values that are too large for that."""

@@ -432,8 +432,5 @@ def _end(tape: Tape) -> str:
     cause = tape.cause
     why = [part for part in (cause.type.value, cause.error, cause.message) if part] if cause is not None else []
     where = f" ({cause.frame})" if cause is not None and cause.frame else ""
-    failures = [reward.failure for reward in tape.rewards if reward.failure]
-    unscored = (
-        f", and {failures[-1] if failures else 'nothing scored it'}" if tape.trains and tape.reward is None else ""
-    )
+    unscored = ", and nothing scored it" if tape.trains and tape.reward is None else ""
     return ": ".join([f"ended as {tape.status}", *why]) + where + unscored

@@ -90,13 +90,14 @@ def _tapes(climb: Climb, closed: Sequence[Summary]) -> Iterator[Sign]:
             f"All {len(scored):,} rewards are {only:g}: they don't tell a better episode from a worse one. Read one "
             f"({_named(scored[-1].id)}): does the environment see the answer? {doubt}",
         )
+    played = [summary for summary in closed if summary.trainable and summary.split != "demo"]
+    if len(played) >= FEW and not scored and climb.updates and not any(u.get("trained_tokens") for u in climb.updates):
+        yield Sign(
+            0,
+            f"None of {len(played):,} episodes has a reward, so nothing was learned. Does the environment return one "
+            f"({_named(played[-1].id)})?",
+        )
     newest = [store.tape(s.id, refresh=False) for s in closed[-NEWEST:]]
-    failed = [(tape, reward.failure) for tape in newest for reward in tape.rewards if reward.failure]
-    unscored = len({tape.id for tape, _ in failed})
-    if unscored >= FEW and unscored > OFTEN * len(newest):
-        tape, why = failed[-1]
-        seen = f"{unscored} of the newest {len(newest)} episodes are unscored, because {why[:300]} ({_named(tape.id)})"
-        yield Sign(-4, f"{seen}. Correct it, and score the tapes again ({remedy('rescore', 'replay the rewards')}).")
     yield from _answers(newest)
     shortened = [call for tape in newest for call in tape.calls if call.cut or call.cut_messages]
     if shortened:

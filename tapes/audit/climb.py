@@ -30,6 +30,10 @@ GONE = 0.05
 """In nats per token. If the entropy is below this value, the attempts in a group are copies of each other."""
 FAR = 0.1
 """In nats per token. If the policy is farther than this from the one that sampled, the learning rate is too high."""
+EARLY = 0.5
+"""The same in nats for a loop of fewer than `LOOP` updates, of which it isn't known whether its reward rises."""
+JUMP = 2.0
+"""In nats. If an update moves each probed answer by more, and the reward doesn't rise, the learning rate is high."""
 STILL = 1e-4
 """In nats. If no probed log-prob moves by this much in an update, the weights have hardly changed."""
 NEAR = 0.1
@@ -184,10 +188,14 @@ class Climb:
                 f"an earlier checkpoint with {self._times('learning rate', 0.1)}, or with a KL or entropy "
                 f"term{remedy('terms', '')}.",
             )
+        jump = max(_values(self.updates, "delivery/moved"), default=0.0)
         kl = mean(_values(trained, "kl/old") or [0.0])
         if self.rewards.high < 0:
             yield Sign(4, f"The reward fell ({self.rewards}). Set {self._times('learning rate', 0.1)}.")
-        elif kl > FAR:
+        elif jump > JUMP and len(self.updates) >= LOOP:
+            lower = self._times("learning rate", 0.1)
+            yield Sign(4, f"A single update moved log-probs by {jump:.2g} nats. Set {lower}.")
+        elif kl > (FAR if len(self.updates) >= LOOP else EARLY):
             lower = self._times("learning rate", 0.1)
             yield Sign(4, f"The policy is {kl:.2g} nats a token from the one that sampled. Set {lower}.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,17 @@ class Partly(Even):
         return 0.3 * (text[:1] < "8") + 0.7 * (text[:1] in tuple("02468"))
 
 
+class Parity(Even):
+    """An even digit is right for an even task, and an odd one for an odd task."""
+
+    async def reset(self, task: Task) -> str:
+        self.rest = int(str(task)) % 2
+        return str(int(str(task)) % 10)
+
+    def of(self, text: str) -> float | None:
+        return float(text.isdigit() and int(text) % 2 == self.rest)
+
+
 def look_up(text: str) -> Answer:
     return {"north": Answer(text="north")}[text]
 
@@ -274,14 +286,25 @@ CAUSES: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "the window is too small": (chat, Even, {"engine.capacity": 4}, r"limit\W+context\W+the prompt has"),
     "all rewards are 0": (chat, Zero, {}, r"^All \d+ rewards are 0:"),
     "all rewards are 1": (chat, One, {}, r"^All \d+ rewards are 1:"),
-    "nothing is scored": (chat, Unscored, {}, "nothing scored it"),
+    "nothing is scored": (chat, Unscored, {}, r"nothing scored it|^None of \d+ episodes has a reward"),
     "a reward function breaks": (
         chat,
         Even,
         {"rewards": [f"{WORLD}:brevity"]},
-        r"'brevity' failed: .*ZeroDivision.*\.py:",
+        r"^\d+ of .*'brevity' failed.* division by zero \(.*\.py:\d+ in brevity",
     ),
-    "the rate is too high": (chat, Even, {"loop.optimiser.lr": 10.0}, r"loop\.optimiser\.lr=1 instead of 10"),
+    "the rate is too high": (
+        chat,
+        Parity,
+        {"loop.optimiser.lr": 10.0, "loop.updates": 12},
+        r"moved log-probs.*loop\.optimiser\.lr=1 instead of 10",
+    ),
+    "the rate is too high for old samples": (
+        chat,
+        Parity,
+        {"loop.optimiser.lr": 10.0, "loop.max_lag": 1, "loop.groups": 4},
+        r"nats a token.*loop\.optimiser\.lr=1 instead of 10",
+    ),
     "the rate is too low": (
         chat,
         Even,
@@ -323,6 +346,8 @@ def said_of(folder: Path, model: str, agent: Any, env: Any, sets: dict[str, Any]
 @pytest.mark.parametrize("cause", CAUSES)
 def test_the_first_sentence_about_a_run_is_its_cause(tmp_path: Path, model: str, cause: str) -> None:
     agent, env, sets, first = CAUSES[cause]
+    if cause == "answers are cut off":  # a model with more characters seldom ends an answer
+        model = tr.save_tiny_model(tmp_path / "m", string.ascii_letters + string.digits, size="micro")
     said = said_of(tmp_path, model, agent, env, sets)
     assert re.search(first, said[0]), said
     assert sum("lr=" in text for text in said) <= 1
@@ -376,6 +401,10 @@ TRY, LAST = "Try loop.optimiser.lr", "loop.updates=160.*--resume"
         (lines(40, lambda k: -k / 40), ["fell.*loop.optimiser.lr", LAST]),
         (lines(40, level, **{"kl/old": 0.4}), ["0.4 nats", LAST]),
         (lines(40, level, **{"delivery/moved": 1e-6}), ["at most 1e-06 nats", LAST]),
+        (lines(40, level, **{"delivery/moved": 3.0}), ["by 3 nats.*loop.optimiser.lr", LAST]),
+        (lines(40, lambda k: k / 40, **{"delivery/moved": 3.0}), []),
+        (lines(3, level, **{"kl/old": 0.4}), []),
+        (lines(3, level, **{"kl/old": 0.7}), ["0.7 nats"]),
         (lines(40, level, logprob=-0.01), ["0.010", LAST]),
         (lines(40, level, logprob=-0.01, entropy=1.0), [TRY, LAST]),
         (lines(40, level, **{"logprob": -0.01, "group/flat": 1.0}), ["0.010", "100%", LAST]),
