@@ -165,6 +165,7 @@ class Climb:
         trained = [line for line in self.last if line.get("trained_tokens")]
         steps = [a * b for a, b in zip(_values(trained, "grad_norm"), _values(trained, "lr"), strict=False)]
         moved = _values(trained, "delivery/moved")
+        jump = max(_values(self.updates, "delivery/moved"), default=0.0)
         if steps and not any(steps):
             yield Sign(
                 1,
@@ -178,6 +179,9 @@ class Climb:
                 f"The updates hardly change the policy: log-probs move by at most {max(moved):.0e} nats. Set "
                 f"{self._times('learning rate', 10)}.",
             )
+        elif jump > JUMP and len(self.updates) >= LOOP and not self.place > 1 - NEAR:
+            lower = self._times("learning rate", 0.1)
+            yield Sign(3, f"A single update moved log-probs by {jump:.2g} nats. Set {lower}.")
         # The entropy over all of the policy's own tokens. Earlier versions wrote it only for tokens with an advantage.
         surprise = _values(self.last, "entropy/sampled") or _values(self.last, "entropy")
         surprise = surprise or [-x for x in _values(self.last, "logprob")]
@@ -188,13 +192,9 @@ class Climb:
                 f"an earlier checkpoint with {self._times('learning rate', 0.1)}, or with a KL or entropy "
                 f"term{remedy('terms', '')}.",
             )
-        jump = max(_values(self.updates, "delivery/moved"), default=0.0)
         kl = mean(_values(trained, "kl/old") or [0.0])
         if self.rewards.high < 0:
             yield Sign(4, f"The reward fell ({self.rewards}). Set {self._times('learning rate', 0.1)}.")
-        elif jump > JUMP and len(self.updates) >= LOOP:
-            lower = self._times("learning rate", 0.1)
-            yield Sign(4, f"A single update moved log-probs by {jump:.2g} nats. Set {lower}.")
         elif kl > (FAR if len(self.updates) >= LOOP else EARLY):
             lower = self._times("learning rate", 0.1)
             yield Sign(4, f"The policy is {kl:.2g} nats a token from the one that sampled. Set {lower}.")
