@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
 
 from ...tapes.common.redact import without_secrets
 from ...tapes.errors import RunStopped, StopReason, TapereelError, UsageError, error_message
@@ -64,6 +64,7 @@ class Completion:
     """Name of the engine that answered, if a `TeamEngine` chose it. Otherwise empty."""
 
 
+@runtime_checkable
 class Listener(Protocol):
     """Receives the tokens of one request while they are sampled. The engine calls the methods in the event loop, so
     they must return at once and must not raise."""

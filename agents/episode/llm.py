@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from pydantic import JsonValue, ValidationError
 
@@ -51,9 +51,9 @@ from .clock import Clock
 from .conversations import AUTHORED, Conversations, PendingCall
 from .limits import LimitReached, Limits, TokenBudget, shorter_prompts
 from .recorder import Recorder
-from .reply import Attribution, Reply
+from .reply import Attribution, Reply, checked_call
 from .seeds import derive_seed, seed_stream
-from .stop_strings import cut_at_stop
+from .stop_strings import cut_at_stop, stop_strings
 from .timers import CallTimer, Timers
 
 log = logger("agent")
@@ -125,6 +125,7 @@ class LLM(Clock):
     def sampled(self, tokens: int) -> None:
         self._budget.used = tokens
 
+    @checked_call
     async def __call__(
         self,
         tape: Tape,
@@ -166,6 +167,8 @@ class LLM(Clock):
             sampling=(sampling, Sampling),
             seed=(seed, Integral),
             constraint=(constraint, Constraint),
+            listener=(listener, Listener),
+            on_prompt=(on_prompt, Callable),
         )
         settings = sampling or self.sampling
         if sampling is not None or temperature is not None or max_tokens is not None:
@@ -177,6 +180,7 @@ class LLM(Clock):
             warn_once(
                 log, f"{tape.scope!r} and the task both give a system prompt, and the model reads both: remove one"
             )
+        stop_strings(settings)  # raises BadArgument
         schemas = tuple(tool_schema(tool) for tool in tools) if tools else None
         heard = _SafeListener(listener) if listener is not None else None
         question = _Question(self.engine, tape.scope, conversation, asked, schemas, settings, seed, constraint, heard)
@@ -577,7 +581,7 @@ def _grammar(question: _Question, rendered: Rendered | None) -> Grammar:
 
 def _stopped(call: _AskedCall, completion: Completion) -> Completion:
     """Return the completion, cut at the first stop string."""
-    stops: Any = call.request.sampling.extra.get("stop")
+    stops = stop_strings(call.request.sampling)
     if not stops:
         return completion
     renderer = call.engine.renderer
@@ -597,7 +601,8 @@ def _check_types(**arguments: tuple[object, Any]) -> None:
     """Raise BadArgument if an argument, given as (value, type), has another type and isn't None."""
     for name, (value, kind) in arguments.items():
         if value is not None and not isinstance(value, kind):
-            raise BadArgument(f"llm(): {name} is {shown(value)}; it must be a {getattr(kind, '__name__', kind)}")
+            kinds = " or ".join(one.__name__ for one in get_args(kind) or (kind,))
+            raise BadArgument(f"llm(): {name} is {shown(value)}; it must be of the type {kinds}")
 
 
 class _Failed(Exception):

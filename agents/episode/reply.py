@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 from ...tapes import Message, Step, Thought, ToolCall, ToolCalls
+from ...tapes.errors import BadArgument
+
+AskT = TypeVar("AskT", bound=Callable[..., Coroutine[Any, Any, "Reply"]])
+NOT_AWAITED = "a call of `llm(...)` was not awaited, so the model was not asked: write `reply = await llm(...)`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,7 @@ class Attribution:
 
     def __init__(self) -> None:
         self._delegated: list[tuple[Step, str]] = []
-        """(step, path) for each step that the sub-agent at this path is about to yield."""
+        """(step, path) for each step that the sub-agent at this path yielded in this turn, to the agent above it."""
         self._named: list[tuple[Step, str]] = []
         """(step, call) for each step whose call the agent named."""
         self._candidates: dict[str, list[Reply]] = {}
@@ -57,6 +63,19 @@ class Attribution:
         """The agents that have yielded a step since their last call."""
         self._made: set[str] = set()
         """The calls in this turn of which a step was made."""
+        self._asking: list[Coroutine[Any, Any, Reply]] = []
+
+    def asking(self, question: Coroutine[Any, Any, Reply]) -> None:
+        """Remember a call that the agent must await."""
+        self._asking = [*self._unawaited(), question]
+
+    @property
+    def not_awaited(self) -> str:
+        """`NOT_AWAITED` if the agent forgot to await a call in this turn, and otherwise ""."""
+        return NOT_AWAITED if self._unawaited() else ""
+
+    def _unawaited(self) -> list[Coroutine[Any, Any, Reply]]:
+        return [one for one in self._asking if inspect.getcoroutinestate(one) == inspect.CORO_CREATED]
 
     def answered(self, path: str, reply: Reply) -> None:
         if path in self._stepped:
@@ -72,6 +91,10 @@ class Attribution:
         self._named.append((step, call))
 
     def end_turn(self) -> None:
+        for one in self._unawaited():
+            one.close()  # or Python warns of it, and names a line of the rollout
+        self._asking = []
+        self._delegated.clear()
         self._candidates.clear()
         self._stepped.clear()
         self._made.clear()
@@ -84,7 +107,6 @@ class Attribution:
         """Return the path of the agent that yielded `step` just now, and the id of the call that the step was made of,
         or None. `outermost` is the path of the episode's own agent, which is used if no sub-agent yielded the step."""
         path = next((p for seen, p in self._delegated if seen is step), outermost)
-        self._delegated.clear()
         call = next((call for seen, call in self._named if seen is step), None)
         self._named = [entry for entry in self._named if entry[0] is not step]
         candidates = self._candidates.get(path, [])
@@ -102,6 +124,26 @@ class Attribution:
         """Return the number of candidates, if no step was made of any of them. Otherwise, return 0."""
         candidates = self._candidates.get(path, [])
         return 0 if any(reply.call in self._made for reply in candidates) else len(candidates)
+
+
+def checked_call(ask: AskT) -> AskT:
+    """Decorate `LLM.__call__`. An argument that it doesn't have is a BadArgument, and a call that the agent forgets to
+    await is noticed."""
+
+    @wraps(ask)
+    def call(llm: Any, *args: Any, **named: Any) -> Coroutine[Any, Any, Reply]:
+        try:
+            question = ask(llm, *args, **named)
+        except TypeError as error:  # no line of it has run yet
+            what = str(error).rpartition("__call__() ")[2]
+            raise BadArgument(
+                f"llm() {what}: write `await llm(tape, system=..., temperature=...)`; other settings are fields of "
+                "`sampling=Sampling(top_p=0.9)`, and the engine's own are in `Sampling(extra={'stop': ['END']})`"
+            ) from None
+        llm.attribution.asking(question)
+        return question
+
+    return call  # type: ignore[return-value]
 
 
 def _is(reply: Reply, step: Step) -> bool:

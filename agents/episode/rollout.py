@@ -351,7 +351,15 @@ class Episode:
         except NOT_FAULTS:
             raise
         except BaseException as error:
-            return None, self._ended(CauseType.AGENT, error)
+            status, cause = self._ended(CauseType.AGENT, error)
+            forgotten = self.llm.attribution.not_awaited
+            if (
+                cause is not None
+                and forgotten
+                and isinstance(error, AgentFault | AttributeError | TypeError | ValueError)
+            ):
+                cause = cause.model_copy(update={"message": f"{cause.message}; {forgotten}"})
+            return None, (status, cause)
         finally:
             self.llm.end_turn()
         if self.timers.reached is not None:
@@ -381,11 +389,14 @@ class Episode:
                 if not isinstance(step, Step) or isinstance(step, Observation):
                     raise AgentFault(f"act yielded {step!r}: it may yield thoughts and one Action")
                 if action is not None:
-                    raise AgentFault(f"act yielded {step!r:.200} after its action {action!r:.200}")
+                    late = f"act yielded {step!r:.200} after its action {action!r:.200}"
+                    raise AgentFault(f"{late}: yield thoughts first, and one action at the end")
                 path, calls = self.llm.attribute(step, view.scope)
                 await self._record(step, path, calls)
                 if isinstance(step, Action):  # the rest of `act` runs before the environment's step
                     action, self.llm.acted = step, True
+            if self.llm.attribution.not_awaited:
+                raise AgentFault(f"act yielded {action!r:.200}")
         finally:
             close = getattr(steps, "aclose", None)
             if close is not None:

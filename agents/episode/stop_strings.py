@@ -6,7 +6,21 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from ...tapes import Sampling
+from ...tapes.errors import BadArgument, short_repr
 from ..engines.engine import Completion
+
+
+def stop_strings(sampling: Sampling) -> Sequence[str]:
+    """Return the strings that end an answer. Raises BadArgument if `extra.stop` is neither a string nor a list of
+    strings, or if one is empty."""
+    given = sampling.extra.get("stop")
+    if not given:
+        return ()
+    found = [given] if isinstance(given, str) else given
+    if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
+        raise BadArgument(f"sampling.extra['stop'] is {short_repr(given)}: give strings that aren't empty")
+    return [str(one) for one in found]
 
 
 def cut_at_stop(
