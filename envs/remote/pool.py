@@ -47,14 +47,14 @@ class Pool:
         processes: int,
         seconds: float | None = 60.0,
         patience: float | None = 60.0,
-        largest: int = 4 << 20,
+        largest: int = 1 << 30,
     ) -> None:
         """`make` is an Environment class, a function with a return type, or the name of either.
 
         A class or function must be at the top level of a module. A name is `package.module:name` or `file.py:name`.
         `seconds` is the time limit for a call, after which the process is killed. `patience` is how long an episode
         waits for a free process, in seconds. None means no limit for either of them. `largest` is the size limit for a
-        message, in bytes.
+        message, in bytes. It stops a process whose answer never ends.
         """
         if processes < 1:
             raise ValueError(f"processes is {processes}; a pool needs at least one")
@@ -265,7 +265,9 @@ class LineProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline(self._largest + 1)
         if len(line) > self._largest:
-            raise BadAnswer(f"an answer of more than {self._largest} bytes")
+            raise BadAnswer(
+                f"an answer of more than {self._largest} bytes, the limit `largest`: send less, or increase it"
+            )
         return line if line.endswith(b"\n") else b""
 
     def ended(self) -> int | None:

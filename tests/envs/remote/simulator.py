@@ -24,7 +24,7 @@ def hang() -> None:
 
 class Simulator(Environment[Move]):
     """Blocks its process: 1 hangs, 2 dies, 3 dies by a signal, 4 prints, 5 hangs with a child; 6 raises;
-    7 says too much; 9 ends."""
+    7 says too much, and 10 much more; 9 ends."""
 
     blocking = True
 
@@ -48,5 +48,7 @@ class Simulator(Environment[Move]):
             raise ValueError("six")
         if number == 7:
             return Outcome(Shown(text="x" * 20_000))
+        if number == 10:
+            return Outcome(Shown(text="x" * 9_000_000))
         self.total += number
         return Outcome(Shown(text=str(self.total)), reward=float(number), terminated=number == 9)

@@ -74,7 +74,7 @@ def test_one_that_misbehaves_ends_alone_and_its_process_is_replaced():
     async def check() -> None:
         with Pool(SIMULATOR, processes=2, seconds=2.0) as pool:
             for killed, (word, error, told) in enumerate(BAD, start=1):
-                bad, *good = await asyncio.gather(play(pool, "4", word), play(pool, "4", "9"), play(pool, "8", "9"))
+                bad, *good = await asyncio.gather(play(pool, "4", word), play(pool, "4", "9"), play(pool, "10", "9"))
                 assert cause(bad)[:2] == (CauseType.ENVIRONMENT, error)
                 assert re.search(told, cause(bad)[2])
                 assert bad.rewards[0].value == 4.0
@@ -177,12 +177,21 @@ def _local() -> Any:
     return Local
 
 
+def test_what_fits_in_this_process_fits_through_the_pipe_of_another():
+    async def check() -> None:
+        with Pool(SIMULATOR, processes=1) as pool:
+            tape = await play(pool, "10", "9")
+            assert (tape.status, len(str(tape.observations[1]))) == (Status.FINISHED, 9_000_000), tape.cause
+
+    asyncio.run(check())
+
+
 def test_an_answer_that_is_too_long_is_not_read():
     async def check() -> None:
         with Pool(SIMULATOR, processes=1, largest=10_000) as pool:
             tape = await play(pool, "7")
             assert cause(tape)[:2] == (CauseType.ENVIRONMENT, "BadAnswer")
-            assert "10000 bytes" in cause(tape)[2]
+            assert "10000 bytes, the limit `largest`" in cause(tape)[2]
             assert (await play(pool, "9")).status is Status.FINISHED
 
     asyncio.run(check())
