@@ -81,6 +81,14 @@ def test_an_earlier_name_of_servers_weights_is_one_problem_with_the_new_key(engi
     assert f"did you mean {engine}.weights.port?" in text
 
 
+@pytest.mark.parametrize("name", ["stop", "min_p", "repetition_penalty"])
+def test_a_setting_of_the_engine_leads_to_the_group_that_takes_any(name: str):
+    assert f"loop.sampling.extra.{name}" in refusal(f"loop.sampling.{name}")
+    found = load_config(TrainConfig, None, ["engine.kind=embedded", "engine.model=m", f"loop.sampling.extra.{name}=1"])
+    assert found.loop.sampling.extra == {name: 1}
+    assert "extra" not in refusal("loop.sampling.temprature"), "this is a slip of the pen"
+
+
 def test_a_demo_suggests_only_settings_that_it_has():
     assert "loop.optimiser.lr" in refusal("learning_rate", DemoConfig)
     assert "engine." not in refusal("model_name_or_path", DemoConfig).split("model_name_or_path")[-1]
