@@ -154,9 +154,11 @@ def _write_parquet(made: list[Mapping[str, object]], path: Path) -> int:
     return len(made)
 
 
-def nothing(path: Path, tapes: int, left_out: Mapping[str, int]) -> NothingToExport:
+def nothing(path: Path | None, tapes: int, left_out: Mapping[str, int], where: str = "") -> NothingToExport:
     """Return the error to raise if no tape has a record. `left_out` has the number of tapes that were left out, by
-    reason."""
+    reason. `where` are the conditions that no tape meets. `path` is the file that was to be written, if any."""
     reasons = ", ".join(f"{n:,} {reason}" for reason, n in left_out.items() if n)
-    why = f"of {tapes:,} tapes all are left out: {reasons}" if tapes else "no closed tape fits"
-    return NothingToExport(f"nothing to export, and {path} was not written: {why}")
+    none = f"no closed tape has {where}" if where else "no closed tape fits"
+    why = f"of {tapes:,} tapes all are left out: {reasons}" if tapes else none
+    lost = "" if path is None else f", and {path} was not written"
+    return NothingToExport(f"nothing to export{lost}: {why}")

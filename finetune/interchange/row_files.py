@@ -136,7 +136,10 @@ def _run_records(
     renderer = renderer_of(tokenizer)
     with Store.open(run) as store:
         tapes, _ = training_tapes(store, where)
-        yield from _some(records(tapes, agents=agents, renderer=renderer, images=images), Counter(), run)
+        asked = {**where, "agents": agents}
+        conditions = ", ".join(f"{name}={value!s}" for name, value in asked.items() if value is not None)
+        made = records(tapes, agents=agents, renderer=renderer, images=images)
+        yield from _some(made, Counter(), None, conditions)
 
 
 def renderer_of(tokenizer: str | Path | None) -> Renderer | None:
@@ -148,11 +151,13 @@ def renderer_of(tokenizer: str | Path | None) -> Renderer | None:
     return RendererConfig().load(tokenizer)
 
 
-def _some(made: Iterator[Mapping[str, object]], counts: Counter[str], path: Path) -> Iterator[Mapping[str, object]]:
+def _some(
+    made: Iterator[Mapping[str, object]], counts: Counter[str], path: Path | None, conditions: str = ""
+) -> Iterator[Mapping[str, object]]:
     """Return the records `made`. If there are none, raise NothingToExport with the reasons in `counts`."""
     first = next(made, None)
     if first is None:
         empty, untokenized = counts["without_own"], counts["without_tokens"]
         why = {"text without token ids (give the tokenizer)": untokenized, "without a token of the agent's own": empty}
-        raise nothing(path, untokenized + empty, why)
+        raise nothing(path, untokenized + empty, why, conditions)
     return chain([first], made)

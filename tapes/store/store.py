@@ -20,7 +20,7 @@ from pydantic_core import to_json
 
 from ..common.arguments import check_arguments
 from ..common.stats import TOLERANCE
-from ..errors import Corrupt, NoSuchTape, NotATape, StoreFailed, UsageError
+from ..errors import BadArgument, Corrupt, NoSuchTape, NotATape, StoreFailed, UsageError
 from ..records import IN_TAPE, Begin, Files, Lead, Publish, Record, Status, Use, Void
 from ..schema import AnyRecord, parse_record, read_record
 from ..tape import Tape
@@ -341,7 +341,11 @@ class Store:
 
         `version` selects tapes with a call that this policy version sampled. `closed=True` selects tapes with an end,
         and `closed=False` tapes that are still open. A value of None is the same as a missing key.
+        Raises BadArgument for an unknown status.
         """
+        status = where.get("status")
+        if status is not None and status not in tuple(Status):
+            raise BadArgument(f"status is {status!r:.80}: it is one of {', '.join(Status)}")
         self.refresh()
         # SQLite accepts no integer of more than 64 bits, so rewards are passed as floats.
         chosen = {_CLAUSES[k]: float(cast(float, v)) if "reward" in k else v for k, v in where.items() if v is not None}

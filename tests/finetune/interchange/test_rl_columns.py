@@ -154,8 +154,11 @@ def test_only_what_was_asked_for_is_in_the_dataset(run: tr.Run):
     assert len(best) == sum((line["reward"] or 0) >= 0.5 and line["status"] == "finished" for line in whole)
     with pytest.raises(UsageError, match="'none'"):
         run.dataset(split="none", streaming=True)
-    with pytest.raises(NothingToExport):
+    with pytest.raises(NothingToExport, match=r"min_reward=99") as found:
         run.dataset(min_reward=99)
+    assert "written" not in str(found.value), "no file was asked for"
+    with pytest.raises(UsageError, match=r"'fnished'.*finished"):
+        run.dataset(status="fnished")
     with pytest.raises(NothingToExport):
         list(run.dataset(min_reward=99, streaming=True))
 
