@@ -113,16 +113,22 @@ class TRLEnvironment(ToolEnvironment):
         self,
         factory: Factory | Mapping[str, Factory] | None = None,
         *,
-        rewards: Iterable[TRLReward | RewardSource[Tape]] = (),
+        rewards: TRLReward | RewardSource[Tape] | Iterable[TRLReward | RewardSource[Tape]] = (),
         reward_weights: Sequence[float] | None = None,
         effect: Effect = "pure",
     ) -> None:
-        """`reward_weights` are the weights of `rewards`, by default 1 each."""
+        """`rewards` is one function or several, and `reward_weights` are their weights, by default 1 each."""
         super().__init__((), parallel=1)
         self.effect = effect
         self._factory = factory
         self._instance: Any = None
-        sources = [one if isinstance(one, RewardSource) else self._source(one) for one in rewards]
+        one_of_them = callable(rewards) or isinstance(rewards, RewardSource)
+        given: list[Any] = [rewards] if one_of_them else list(rewards)
+        if wrong := [one for one in given if not (callable(one) or isinstance(one, RewardSource))]:
+            raise BadArgument(
+                f"rewards has {wrong[0]!r:.80}: give reward functions or RewardSources, and weights as `reward_weights`"
+            )
+        sources = [one if isinstance(one, RewardSource) else self._source(one) for one in given]
         names = [one.name for one in sources]
         weights = [one.weight for one in sources] if reward_weights is None else reward_weights
         if len(weights) != len(sources):
@@ -273,7 +279,7 @@ def completion_ids(tape: Tape) -> list[int]:
     Raises NotATape if the tape has no ids, or if its calls are not one token sequence. In the second case, the ids
     would differ from what the model read.
     """
-    calls = [call for call in _calls(tape) if call.completion or call.finish not in ("error", "cancelled")]
+    calls = [call for call in recorded_calls(tape) if call.completion or call.finish not in ("error", "cancelled")]
     if not calls:
         raise NotATape(f"tape {tape.id} has no model call, so it has no token ids")
     last = calls[-1]
@@ -290,9 +296,9 @@ def completion_ids(tape: Tape) -> list[int]:
     return whole[start:].tolist()
 
 
-def _calls(tape: Tape) -> list[Call]:
+def recorded_calls(tape: Tape) -> list[Call]:
     """Return the calls on the tape, including its inherited prefix."""
-    return [*(_calls(tape.parent) if tape.parent is not None else ()), *tape.calls]
+    return [*(recorded_calls(tape.parent) if tape.parent is not None else ()), *tape.calls]
 
 
 def _log(logged: dict[str, dict[str, JsonValue]], kind: str) -> Callable[[str, Any], None]:
@@ -367,7 +373,7 @@ _AROUND = re.compile(
 """Matches the marks around the content of an answer."""
 
 
-def _as_message(text: str, calls: Sequence[ToolCall]) -> Message:
+def as_message(text: str, calls: Sequence[ToolCall]) -> Message:
     """Return a turn as TRL's `parse_response` does if there are tools. The content is the last text that is neither a
     thought nor a call."""
     opened = f"<think>{text}" if "</think>" in text and "<think>" not in text else text  # the prompt may end with it
@@ -393,7 +399,7 @@ def _as_message(text: str, calls: Sequence[ToolCall]) -> Message:
 def _conversation(tape: Tape, text: bool) -> list[Message]:
     """Return the messages after the prompt of a recorded episode. A turn is raw text with `text`, without tools, or if
     its calls can't be read."""
-    calls, messages = {call.call: call for call in _calls(tape)}, list[Message]()
+    calls, messages = {call.call: call for call in recorded_calls(tape)}, list[Message]()
     reads = not text and (not calls or any(call.tools is not None for call in calls.values()))
     for entry in tape.entries[1:]:
         step, made = entry.step, entry.step.calls if isinstance(entry.step, ToolCalls) else ()
@@ -403,7 +409,7 @@ def _conversation(tape: Tape, text: bool) -> list[Message]:
             call = calls.pop(entry.calls[-1][0], None) if entry.calls else None
             said = call.text or "" if call is not None else "" if made else str(step)
             read = reads and isinstance(step, Action)
-            messages.append(_as_message(said, made) if read else {"role": "assistant", "content": said})
+            messages.append(as_message(said, made) if read else {"role": "assistant", "content": said})
             messages += () if isinstance(step, Action) else heard(step)
     last = tape.calls[-1] if tape.calls else None
     if last and last.call in calls and all(isinstance(one, Thought) for one in tape[tape.log.cuts[-1].steps :]):

@@ -37,6 +37,7 @@ from ..rewards import Rewards, RewardSource, Scored
 from ..taskset import BadTasks, Taskset
 from .mcp import McpServer
 from .tools import Tool, ToolEnvironment
+from .trl import as_message, recorded_calls
 
 PUBLIC = ("prompt", "system_prompt")
 """The fields of a task's data that the agent sees. All others are private."""
@@ -249,9 +250,9 @@ def _restored(env: Any, task: Task) -> Any:
 def _fill(trace: Any, tape: Tape) -> None:
     """Write the tape's messages and calls to the trace, as one branch."""
     vf, chat = _package(), _package("dialects.chat")
-    (first, *steps) = tape
+    first = tape[0]
     assert isinstance(first, Prompt)
-    messages = [(message, False) for message in first.messages] + [pair for step in steps for pair in _messages(step)]
+    messages = [(message, False) for message in first.messages] + _messages(tape)
     for k, (message, sampled) in enumerate(messages):
         node = vf.MessageNode(parent=k - 1 if k else None, message=chat.parse_message(message), sampled=sampled)
         trace.nodes.append(node)
@@ -264,19 +265,27 @@ def _fill(trace: Any, tape: Tape) -> None:
         trace.calls.append(vf.ModelCall(node=k, finish_reason=call.finish, usage=usage))
 
 
-def _messages(step: object) -> list[tuple[Message, bool]]:
-    """Return the step's chat messages, and whether the model wrote them. Thoughts have none."""
-    if isinstance(step, ToolCalls):
-        calls = [
-            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}
-            for c in step.calls
-        ]
-        return [({"role": "assistant", "content": None, "tool_calls": calls}, True)]
-    if isinstance(step, ParseError):  # the text that couldn't be read, and the correction
-        return [({"role": "assistant", "content": ""}, True), ({"role": "user", "content": str(step)}, False)]
-    if isinstance(step, Action):
-        return [({"role": "assistant", "content": str(step)}, True)]
-    return [(message, False) for message in heard(step)] if isinstance(step, Observation) else []
+def _messages(tape: Tape) -> list[tuple[Message, bool]]:
+    """Return the chat messages after the prompt, and whether the model wrote each. Thoughts have none."""
+    calls, found = {call.call: call for call in recorded_calls(tape)}, list[tuple[Message, bool]]()
+    for entry in tape.entries[1:]:
+        step, call = entry.step, calls.get(entry.calls[-1][0]) if entry.calls else None
+        said = call.text or "" if call is not None else ""
+        if isinstance(step, ToolCalls):
+            made = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}
+                for c in step.calls
+            ]
+            parsed = call is not None and call.tool_calls  # by the engine, so the text is the rest of the answer
+            text: Message = {"role": "assistant", "content": said} if parsed else as_message(said, step.calls)
+            found.append(({**text, "content": text["content"] or None, "tool_calls": made}, True))
+        elif isinstance(step, ParseError):  # the text that couldn't be read, and the correction
+            found += [({"role": "assistant", "content": said}, True), ({"role": "user", "content": str(step)}, False)]
+        elif isinstance(step, Action):
+            found.append(({"role": "assistant", "content": str(step)}, True))
+        elif isinstance(step, Observation):
+            found += [(message, False) for message in heard(step)]
+    return found
 
 
 def _wire(message: Any) -> Message:

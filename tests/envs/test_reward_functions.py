@@ -166,3 +166,7 @@ def test_reward_functions_of_trl_have_weights_and_may_share_a_name() -> None:
     assert tape.reward == 2.0 - 0.5 - 1.0
     with pytest.raises(BadArgument, match=r"\[1\.0\].*\b4\b"):
         TRLEnvironment(rewards=rewards, reward_weights=[1.0])
+    with pytest.raises(BadArgument, match=r"2\.0.*`reward_weights`"):
+        TRLEnvironment(rewards=[(rewards[0], 2.0)])  # type: ignore[list-item]
+    for alone in (rewards[0], trl_reward(rewards[0])):
+        assert played(lambda alone=alone: TRLEnvironment(rewards=alone), "42").reward == tape.rewards[0].value

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.envs.adapters.trl import _as_message
+from tapereel.envs.adapters.trl import as_message
 from tapereel.tapes import ToolCall
 
 from ...agents.rendering.answer_formats import ONE, OTHER, TOOLS, WRITERS, Writer
@@ -29,7 +29,7 @@ def test_text_thoughts_and_calls_are_apart(writer: Writer, calls: list[Any], tho
     read = writer.reader.read(text, TOOLS, prompt=writer.prompt, end=writer.end)
     assert [call.arguments for call in read.calls] == calls
     made = tuple(ToolCall(id=str(k), name="add", arguments=one) for k, one in enumerate(calls))
-    message = _as_message(text, made)
+    message = as_message(text, made)
     assert message["content"] == said
     assert message.get("reasoning_content", "") == thought
     assert (read.answer.strip(), read.reasoning.strip()) == (said, thought)
