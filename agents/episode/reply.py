@@ -65,7 +65,7 @@ class Attribution:
         """The calls in this turn of which a step was made."""
         self._asking: list[Coroutine[Any, Any, Reply]] = []
 
-    def asking(self, question: Coroutine[Any, Any, Reply]) -> None:
+    def asking(self, question: Coroutine[object, object, Reply]) -> None:
         """Remember a call that the agent must await."""
         self._asking = [*self._unawaited(), question]
 
