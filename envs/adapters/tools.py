@@ -16,7 +16,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Protocol, cast, runtime_checkable
 
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
@@ -178,9 +178,9 @@ def tool(
     blocks = not inspect.iscoroutinefunction(function)
 
     async def call(arguments: dict[str, JsonValue]) -> str | list[str | Visual]:
-        values = ArgsKwargs((), arguments)
+        made = adapter.validate_python(ArgsKwargs((), arguments))
         run = in_thread if parallel else _run_sync.get()
-        result = await run(adapter.validate_python, values) if blocks else adapter.validate_python(values)
+        result = await run(made) if blocks else made()
         return await as_parts(await result if inspect.isawaitable(result) else result)
 
     return Tool(
@@ -197,6 +197,7 @@ def tool(
 
 
 def _signature(function: Callable[..., object], name: str) -> tuple[TypeAdapter[Any], dict[str, Any]]:
+    """Return an adapter that checks the arguments and returns the call to make, and their JSON Schema."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
@@ -211,8 +212,16 @@ def _signature(function: Callable[..., object], name: str) -> tuple[TypeAdapter[
             raise BadArgument(
                 f"tool {name}: parameter {parameter.name!r} has no type hint; add one, its schema needs it"
             )
+
+    # If pydantic called the function, a tool that still ran at the end of the process would abort it: Python ends the
+    # tool's thread then, and pydantic's compiled code can't be left in this way.
+    @wraps(function)
+    def checked(*args: object, **named: object) -> Callable[[], object]:
+        return partial(function, *args, **named)
+
+    checked.__annotations__ = {one.name: one.annotation for one in signature.parameters.values()}
     # Dataclasses and typed dicts take this setting over, and pydantic's models have one of their own.
-    adapter: TypeAdapter[Any] = TypeAdapter(cast(Any, function), config=ConfigDict(extra="forbid"))
+    adapter: TypeAdapter[Any] = TypeAdapter(cast(Any, checked), config=ConfigDict(extra="forbid"))
     schema = adapter.json_schema()
     for part in schema.get("properties", {}).values():
         part.pop("title", None)

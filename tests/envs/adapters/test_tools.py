@@ -6,6 +6,8 @@ import asyncio
 import json
 import re
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -700,3 +702,36 @@ def test_pictures_of_a_tool_are_shown_and_paths_are_text(tmp_path: Path):
     for name in ("path", "url", "none"):
         assert (found[name].error, found[name].pictures) == (False, ())
     assert found["path"].content == json.dumps(answers["path"], separators=(",", ":"))
+
+
+AT_THE_END = """
+import asyncio, os, sys, time
+import tapereel as tr
+from tapereel.envs.adapters.tools import ToolEnvironment, tool
+
+reads, writes = os.pipe()
+
+class Late:
+    def __del__(self, write=os.write, to=writes, sleep=time.sleep):
+        write(to, b"wake up")
+        sleep(1)
+
+def slow(x: int) -> str:
+    return os.read(reads, 7).decode()
+
+class Slow(ToolEnvironment):
+    def __init__(self):
+        super().__init__([tool(slow, timeout=0.1)])
+    async def answered(self, text):
+        sys.late = Late()  # the interpreter clears it when the threads can't go on any more
+        return tr.Outcome(reward=1.0, terminated=True)
+
+call = '{"name": "slow", "arguments": {"x": 1}}'
+tape = asyncio.run(tr.rollout(tr.ChatAgent(), Slow(), task="q", engine=tr.ScriptedEngine([call, "ok"])))
+print(tape.reward)
+"""
+
+
+def test_a_tool_that_still_runs_when_the_process_ends_does_not_abort_it() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "1.0\n"), done.stderr
