@@ -122,8 +122,7 @@ class TRLEnvironment(ToolEnvironment):
         self.effect = effect
         self._factory = factory
         self._instance: Any = None
-        one_of_them = callable(rewards) or isinstance(rewards, RewardSource)
-        given: list[Any] = [rewards] if one_of_them else list(rewards)
+        given: list[Any] = [rewards] if callable(rewards) or isinstance(rewards, RewardSource) else list(rewards)
         if wrong := [one for one in given if not (callable(one) or isinstance(one, RewardSource))]:
             raise BadArgument(
                 f"rewards has {wrong[0]!r:.80}: give reward functions or RewardSources, and weights as `reward_weights`"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tapereel.agents.runs.runner import RunConfig
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.run.demonstrations import DemoConfig
 from tapereel.finetune.run.train_config import TrainConfig
@@ -84,9 +85,9 @@ def test_an_earlier_name_of_servers_weights_is_one_problem_with_the_new_key(engi
 @pytest.mark.parametrize("name", ["stop", "min_p", "repetition_penalty"])
 def test_a_setting_of_the_engine_leads_to_the_group_that_takes_any(name: str):
     assert f"loop.sampling.extra.{name}" in refusal(f"loop.sampling.{name}")
-    found = load_config(TrainConfig, None, ["engine.kind=embedded", "engine.model=m", f"loop.sampling.extra.{name}=1"])
-    assert found.loop.sampling.extra == {name: 1}
     assert "extra" not in refusal("loop.sampling.temprature"), "this is a slip of the pen"
+    found = load_config(RunConfig, None, ["engine.kind=embedded", "engine.model=m", f"sampling.extra.{name}=1"])
+    assert found.sampling.extra == {name: 1}
 
 
 def test_a_demo_suggests_only_settings_that_it_has():
