@@ -35,6 +35,7 @@ Trainable = Annotated[
     str | Path, "a model's folder, its GGUF file or its name on the hub: answers have no weights to train"
 ]
 _HELD_OUT = "evaluation.tasks"
+Setting = Annotated[JsonValue, "a value that YAML can hold, such as an object's name 'my_recipes.py:mine'"]
 RecipeName = Annotated[str, "the name of a recipe, as 'my_recipes.py:mine': a resumed run finds it again by its name"]
 
 
@@ -49,7 +50,7 @@ def run(
     attempts: int = 1,
     seed: int = 0,
     resume: bool = False,
-    settings: Mapping[str, JsonValue] | None = None,
+    settings: Mapping[str, Setting] | None = None,
     progress: Progress = silent,
 ) -> Run[RunSummary]:
     """Run the agent on the tasks, and record every episode.
@@ -80,7 +81,7 @@ def evaluate(
     k: Sequence[int] = (),
     success: float = 1.0,
     seed: int = 0,
-    settings: Mapping[str, JsonValue] | None = None,
+    settings: Mapping[str, Setting] | None = None,
     progress: Progress = silent,
 ) -> Scores:
     """Return the mean reward and pass@k of a model on tasks, with 95 % intervals over tasks.
@@ -106,7 +107,7 @@ def train(
     recipe: RecipeName | None = None,
     seed: int = 0,
     resume: bool = False,
-    settings: Mapping[str, JsonValue | Taskset] | None = None,
+    settings: Mapping[str, Setting | Taskset] | None = None,
     progress: Progress = silent,
 ) -> Run[TrainSummary]:
     """Train a model on the agent's episodes. Rollouts continue while the trainer updates the weights.

@@ -294,6 +294,10 @@ def test_an_engine_or_a_recipe_as_an_object_is_refused_with_the_remedy(tmp_path:
         tr.run(tr.ChatAgent("Guess."), Guess, [3], object(), out=tmp_path / "run")  # type: ignore[arg-type]
     with pytest.raises(BadArgument, match=r"\brecipe\b.*<object"):
         tr.train(tr.ChatAgent("Guess."), Guess, [3], tmp_path, recipe=object())  # type: ignore[arg-type]
+    with pytest.raises(
+        BadArgument, match=r"settings\['loop.recipe'\] is <object .* an object's name 'my_recipes.py:mine'"
+    ):
+        tr.train(tr.ChatAgent("Guess."), Guess, [3], tmp_path, settings={"loop.recipe": object()})  # type: ignore[dict-item]
 
 
 def test_settings_and_answers_are_values_and_no_text_that_is_read_again(tmp_path: Path) -> None:
