@@ -178,7 +178,6 @@ class ModelWeights:
         if hasattr(model, "save_pretrained"):
             with quiet_transformers():
                 cast("PreTrainedModel", model).save_pretrained(folder)
-            (folder / "README.md").unlink(missing_ok=True)  # peft's model card, a template with nothing filled in
 
     @property
     def shared(self) -> bool:
@@ -391,6 +390,7 @@ def save_checkpoint(
     averaged = cast("dict[str, Tensor] | None", trainer_state.get("averaged"))
     for folder, weights in (("hf", None), *([("hf-averaged", averaged)] if averaged else [])):
         held.save_pretrained(partial / folder, weights)
+        (partial / folder / "README.md").unlink(missing_ok=True)  # peft's model card, a template with nothing filled in
         if tokenizer is not None:
             tokenizer.save_pretrained(partial / folder)
         if pictures is not None:

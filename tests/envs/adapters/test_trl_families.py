@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,15 +13,21 @@ from tapereel.tapes import ToolCall
 from ...agents.rendering.answer_formats import ONE, OTHER, TOOLS, WRITERS, Writer
 
 SAID = "Let me add them."
+THOUGHT = "It is a sum."
+WHOLE = {"pythonic": {SAID, THOUGHT}, "llama3": {SAID}}
+"""What can't stand before the calls of a format: nothing marks these calls, so they are the whole answer."""
 
 
-@pytest.mark.parametrize("said", ["", SAID])
-@pytest.mark.parametrize("thought", ["", "It is a sum."])
-@pytest.mark.parametrize("calls", [[], [ONE], [ONE, OTHER]])
-@pytest.mark.parametrize("writer", WRITERS, ids=[writer.title for writer in WRITERS])
+@pytest.mark.parametrize(
+    ("writer", "calls", "thought", "said"),
+    [
+        pytest.param(*case, id=f"{writer.title}-{len(calls)}-{bool(thought)}-{bool(said)}")
+        for case in product(WRITERS, ([], [ONE], [ONE, OTHER]), ("", THOUGHT), ("", SAID))
+        for writer, calls, thought, said in [case]
+        if not calls or WHOLE.get(writer.format, set()).isdisjoint({thought, said})
+    ],
+)
 def test_text_thoughts_and_calls_are_apart(writer: Writer, calls: list[Any], thought: str, said: str) -> None:
-    if calls and ((writer.format == "pythonic" and (said or thought)) or (writer.format == "llama3" and said)):
-        pytest.skip("nothing marks these calls, so they are the whole answer")
     opened = "</think>\n\n" if writer.prompt and not thought else ""
     text = (writer.thought.format(thought) if thought else opened) + (writer.said.format(said) if said else "")
     if said and calls and writer.format == "gpt_oss":
