@@ -1,4 +1,5 @@
-"""Settings of all tests: one thread for numerics, no network beyond this machine, and the option `--without`."""
+"""Settings of all tests: one thread for numerics, no network beyond this machine, and the options `--without` and
+`--turn`."""
 
 from __future__ import annotations
 
@@ -6,10 +7,13 @@ import importlib
 import importlib.util
 import ipaddress
 import os
+import re
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +36,10 @@ settings.load_profile("any machine")
 
 
 importlib.import_module("tapereel.cli.remedies")  # as in `import tapereel as tr` and on the command line
+
+
+PARTS = {"docs", "contract", "browser", "sandbox", "kill", "learning"}
+"""Marks of parts of CI. `attack` is one too: its tests are those of tests/attack, and of files that name it."""
 
 
 class NetworkRefused(RuntimeError):
@@ -69,12 +77,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="PACKAGE",
         help="skip, and count, what fails because PACKAGE, which must not be installed, is missing",
     )
+    parser.addoption(
+        "--turn", metavar="K/N", default="0/1", help="every N-th test alone, beginning with number K, from 0"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     package = config.getoption("--without")
     if package and importlib.util.find_spec(package):
         raise pytest.UsageError(f"--without {package}: {package} is installed, so no test may be left out")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    # `.ci/run` looks for the tests of a mark in the files that name it.
+    for mark in item.iter_markers():
+        if mark.name in PARTS and mark.name not in _named_in(item.path):
+            raise pytest.UsageError(f"{item.nodeid}: its file doesn't say pytest.mark.{mark.name}, which the test has")
+
+
+@cache
+def _named_in(file: Path) -> set[str]:
+    return set(re.findall(r"pytest\.mark\.(\w+)", file.read_text(encoding="utf-8")))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    turn, _, of = config.getoption("--turn").partition("/")
+    others = [item for k, item in enumerate(items) if k % int(of) != int(turn)]
+    config.hook.pytest_deselected(items=others)
+    items[:] = items[int(turn) :: int(of)]
 
 
 def _skip(report: pytest.CollectReport | pytest.TestReport, call: pytest.CallInfo[Any] | None, package: str) -> None:

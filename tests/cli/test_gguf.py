@@ -107,6 +107,7 @@ def test_evaluate_takes_a_gguf_file(tiny: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("cut", [0, 20, 300, 5000, 30_000, -10])
+@pytest.mark.attack
 def test_a_truncated_file_is_one_error_that_names_it(tiny: Path, tmp_path: Path, cache: Path, cut: int):
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(tiny.read_bytes()[:cut])
@@ -115,6 +116,7 @@ def test_a_truncated_file_is_one_error_that_names_it(tiny: Path, tmp_path: Path,
     assert not list(cache.glob("*.part"))
 
 
+@pytest.mark.attack
 def test_a_file_without_one_of_its_weights_is_refused(tmp_path: Path):
     save_tiny_gguf(tmp_path / "tiny.gguf", lacking="blk.1.attn_norm.weight")
     with pytest.raises(UsageError, match=r"lacks 1 weights, such as model\.layers\.1\.input_layernorm\.weight"):
@@ -140,6 +142,7 @@ def test_without_the_package_the_error_names_the_extra(tmp_path: Path, monkeypat
         model_folder(tmp_path / "new.gguf")
 
 
+@pytest.mark.attack
 def test_two_processes_that_open_a_file_at_once_make_one_folder(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -65,6 +65,7 @@ def logits(folder: str | Path, ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.timeout(900)
 @pytest.mark.ledger("X13")
+@pytest.mark.learning
 def test_a_student_comes_to_its_teacher_and_the_run_can_be_derived_again(
     model: str, teacher: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -106,6 +106,7 @@ DEATHS = [
 ]
 
 
+@pytest.mark.kill
 def test_a_demo_that_dies_at_every_kind_of_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, kept, missed = tmp_path / "run", {}, []
     for scythe in DEATHS:
@@ -137,6 +138,7 @@ def test_a_demo_with_other_tasks_is_not_continued(tmp_path: Path, monkeypatch: p
         demo(path)
 
 
+@pytest.mark.kill
 def test_the_last_checkpoint_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run"
     # Of every two updates one checkpoint, and one at the end of each phase.
@@ -219,6 +221,7 @@ def test_a_line_of_metrics_that_death_cut_off_is_written_once(tmp_path: Path, mo
     assert again["grad_norm"] > 0
 
 
+@pytest.mark.kill
 def test_controls_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run"
     demo(path)
