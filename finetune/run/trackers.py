@@ -6,7 +6,7 @@ The file is always written first. Trackers get the numbers on three axes, each w
     train/     what the update did           over the updates (`train/update`)
     eval/      held-out tasks                over the updates (`eval/update`)
 
-They also get a table of episodes as text (`rollout/completions`). A tracker that fails never stops training. The
+They also get a table of episodes as text (`completions`). A tracker that fails never stops training. The
 failure is logged once, and the lost points are counted. When a run begins, trackers also get its configuration, in
 which secrets are hidden. They write below the run directory, unless an environment variable names a server (WANDB_MODE,
 MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID).
@@ -52,7 +52,7 @@ ROLLOUT = frozenset({"reward", "component", "return", "episodes", "turns", "leng
 ROLLOUT |= {"stale_tokens", "stale_share", "filtered_tokens"}
 """Keys of a metrics line that describe rollouts. A key with a slash does too if the part before its first slash is
 listed here."""
-TABLE, COLUMNS, MOST = "rollout/completions", ("update", "tape", "prompt", "completion", "reward"), 32
+TABLE, COLUMNS, MOST = "completions", ("update", "tape", "prompt", "completion", "reward"), 32
 """Name and columns of the table of episodes, and the largest number of rows from one update."""
 _UNNAMED = re.compile(r"[^\w.\- :/]")
 """Characters that mlflow refuses in the name of a metric."""

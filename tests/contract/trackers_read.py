@@ -11,7 +11,7 @@ from typing import Any
 FOLDER = "trackers"
 STEPS = {"rollout": "rollout/episodes_so_far", "train": "train/update", "eval": "eval/update"}
 """The axis of a metric -> the metric that is its step."""
-TABLE = "rollout/completions"
+TABLE = "completions"
 """A table, which has no values at steps."""
 BLOCK = 32 * 1024
 
