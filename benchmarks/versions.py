@@ -4,7 +4,7 @@
     python -m benchmarks.versions newest --limit torch==2.13.0 tests
     python -m benchmarks.versions pinned --python 3.12 --without torch --at-least 1500 tests/tapes
 
-`lowest` takes the lower bound of every package in pyproject.toml, `newest` what pip gives today, and `pinned` the
+`lowest` takes the lower bound of every package in pyproject.toml, `newest` the newest, and `pinned` the
 versions of constraints.txt. Packages are downloaded; the tests themselves reach no other machine. The exit code is
 that of pytest, and 1 where fewer tests passed than `--at-least`.
 """
