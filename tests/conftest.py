@@ -78,7 +78,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="skip, and count, what fails because PACKAGE, which must not be installed, is missing",
     )
     parser.addoption(
-        "--turn", metavar="K/N", default="0/1", help="every N-th test alone, beginning with number K, from 0"
+        "--turn", metavar="K/N", default="0/1", help="run every N-th test only, beginning with the K-th, counted from 0"
     )
 
 

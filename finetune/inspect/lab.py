@@ -139,7 +139,8 @@ def lab(
     rebuilt.
     """
     run, started = Path(run), time.perf_counter()
-    _ = [_named(recipe) for recipe in recipes]  # refuses an unknown one before anything is rebuilt
+    for recipe in recipes:
+        _named(recipe)  # refuses an unknown one before anything is rebuilt
     with Store.open(run) as store, tempfile.TemporaryDirectory() as scratch, torch.random.fork_rng(devices=()):
         lineage, folder = _lineage(run, store, policy)
         rebuilt = RebuiltRun.of(run, store, Path(scratch), lineage)

@@ -1,4 +1,4 @@
-"""Makes the virtual environments of the contract tests with uv, which takes seconds for what takes pip minutes."""
+"""Makes the virtual environments of the contract tests with uv: pip takes minutes, and uv takes seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OPTIONS = {
     "find-links": "--find-links",
     "constraint": "--constraint",
 }
-"""What pip calls a setting -> what uv does."""
+"""Name of a setting in pip -> the option of uv."""
 
 
 def make(folder: Path, python: str = sys.executable) -> Path:
@@ -26,12 +26,12 @@ def make(folder: Path, python: str = sys.executable) -> Path:
     return folder / "bin" / "python"
 
 
-def install(python: Path, *words: object, timeout: float = 900) -> None:
+def install(python: Path, *words: object) -> None:
     """`uv pip install` for this Python, from the places that pip installs from."""
     print("install", *words, flush=True)
     options, variables = places()
     command = [*UV, "pip", "install", "--python", python, *options, *map(str, words)]
-    subprocess.run(command, env=os.environ | variables, check=True, timeout=timeout)
+    subprocess.run(command, env=os.environ | variables, check=True, timeout=900)
 
 
 def uninstall(python: Path, *packages: str) -> None:

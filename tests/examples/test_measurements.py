@@ -30,7 +30,7 @@ SMALL: dict[str, str | None] = {
     "python benchmarks/peers/trl_gpu.py FOLDER/0.6b 2": None,
     "python benchmarks/shuffled_control.py --out runs/shuffled": "--tiny --seeds 0 --updates 1 --out OUT/shuffled",
     "python benchmarks/shuffled_control.py --coin": "--tiny",
-    "python benchmarks/mutate_objective.py": HELP,
+    "python benchmarks/mutate_objective.py": "recipes/imitation.py",
     "python benchmarks/rollout_cost.py --tapeagents PYTHON": "--tiny",
     "python benchmarks/paired.py OLD_CHECKOUT": "--pairs 1 --only stream",
     "python benchmarks/counts.py": HELP,
@@ -53,9 +53,9 @@ SMALL: dict[str, str | None] = {
     "python benchmarks/whole_loop.py --trl PYTHON": "--tiny",
     "python -m pytest -m learning tests/learning/test_turn_credit.py": "--collect-only -q",
 }
-"""Each command of the page, with the arguments that make it small. Later ones replace earlier ones. `HELP` is for a GPU
-or for hours, for counts.py, which tests/front/test_counts.py runs, and for a second command of a script. None is for a
-script in a peer's environment."""
+"""Each command of the page, with the arguments that make it small. Later ones replace earlier ones. `HELP` is for a GPU,
+for counts.py, which tests/front/test_counts.py runs, and for a second command of a script. None is for a script that
+needs a GPU and a peer's environment, which is compiled."""
 PLACES = {"FOLDER": "OUT", "OLD_CHECKOUT": str(ROOT), "TOKENS": "2", "[CHECKOUT]": ""}
 
 
