@@ -53,9 +53,9 @@ SMALL: dict[str, str | None] = {
     "python benchmarks/whole_loop.py --trl PYTHON": "--tiny",
     "python -m pytest -m learning tests/learning/test_turn_credit.py": "--collect-only -q",
 }
-"""Each command of the page, with the arguments that make it small. Later ones replace earlier ones. `HELP` is for a GPU,
-for counts.py, which tests/front/test_counts.py runs, and for a second command of a script. None is for a script that
-needs a GPU and a peer's environment, which is compiled."""
+"""Each command of the page, with the arguments that make it small. Later ones replace earlier ones. `HELP` is for a
+GPU, for counts.py, which tests/front/test_counts.py runs, and for a second command of a script. None is for a script
+that needs a GPU and a peer's environment, and is compiled only."""
 PLACES = {"FOLDER": "OUT", "OLD_CHECKOUT": str(ROOT), "TOKENS": "2", "[CHECKOUT]": ""}
 
 
