@@ -364,9 +364,9 @@ def _nearest(cls: type[BaseModel], name: str, inside: Sequence[str]) -> str:
     close = [key for key in dict.fromkeys(close) if key != name]
     open_group = ".".join((*above, "extra"))  # takes settings by any name, and passes them on
     sure = difflib.get_close_matches(leaf, [key.rsplit(".", 1)[-1] for key in close], cutoff=0.8)
-    passed_on = f"; if it is a setting of the engine: {open_group}.{leaf}" if open_group in known and not sure else ""
+    passed_on = f" (a setting of the engine: {open_group}.{leaf})" if open_group in known and not sure else ""
     if close:
-        return "; did you mean " + " or ".join(close[:3]) + "?" + passed_on.replace("; if", " If")
+        return "; did you mean " + " or ".join(close[:3]) + "?" + passed_on
     here = dict.fromkeys(siblings or [key for key in known if "." not in key])
     return "; the keys here are " + ", ".join(here) + passed_on
 
