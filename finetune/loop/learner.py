@@ -79,9 +79,11 @@ class Learner:
             store.append_layer(use)
         self.history.unrecorded.clear()
         for use in store.ledger(lineage).uses:
+            # Later epochs have the plan of the first, and an update makes all of its epochs.
             if use.epoch or use.update < self.history.updates:
                 continue
             plan = self.plan(Plan.of(use), max_lag)
+            # From the store, because the tapes may be those of a process that ended.
             done = await asyncio.to_thread(self.update, plan, self.history.from_store, "reprefill")
             for record in (*done.uses, done.publish):
                 store.append_layer(record)

@@ -62,6 +62,7 @@ def _policy_values(stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape
     """Return the fields for one policy: loss and objective, the lengths of answers and episodes, the ages of the
     sampled tokens, and the numbers of trained, stale and filtered tokens."""
     info = UpdateInfo.of(uses[0])
+    # A player's update doesn't read the flat groups, which only the first policy accounts for.
     read = set(info.every)
     tapes = [tape for tape in tapes if tape.id in read]
     stale = sum(r[3] - r[2] for r in info.stale)

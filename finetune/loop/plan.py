@@ -152,6 +152,7 @@ class Plan(Value):
 
         if self.by_agent:
             found = [source(tape) for tape in self.tapes]
+            # A component may name an agent that speaks in only some tapes, so the batch is checked as a whole.
             check_addresses((episode for _, episode in found), (row for rows, _ in found for row in rows))
         for k, tape in enumerate(self.tapes):
             found, episode = source(tape)
@@ -164,12 +165,14 @@ class Plan(Value):
                 batch.stale.extend(stale)
             found = within(tape, found)
             if self.rewards is not None:
+                # Recorded rewards per turn would tell what the shuffled reward is meant to hide.
                 episode = replace(episode, reward=self.rewards[k], turn_rewards=None)
             found, episodes = apart(found, episode) if self.by_agent else (found, [episode])
             batch.rows.extend(found)
             batch.episodes.extend(episodes)
         for tape in self.aside:
             found, episode = source(tape)
+            # Tokens of an unscored episode are in the books as unscored, and each token is in one account only.
             if episode.reward is not None:
                 batch.filtered.extend(own_ranges(found))
         for tape in self.shown:
@@ -253,6 +256,7 @@ def batch_of(tapes: Sequence[str], update: int, batch: int, seed: int) -> tuple[
         raise ValueError(f"{len(tapes)} tapes don't fill a batch of {batch}: record more, or lower the batch")
     per_epoch = len(tapes) // batch
     epoch, k = divmod(update, per_epoch)
+    # The seed has the epoch in it, so an epoch's order doesn't depend on how the epochs before it were drawn.
     order = list(range(len(tapes)))
     random.Random(derive_seed(seed, "sft", epoch)).shuffle(order)
     return tuple(tapes[i] for i in order[k * batch : (k + 1) * batch])

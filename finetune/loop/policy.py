@@ -77,6 +77,7 @@ class Policy:
             return self.copy(version)
         engine = await self.servers()
         try:
+            # Servers that outlived a stopped run may have its weights already, and sending them takes minutes.
             if engine.version != version:
                 await engine.sync_weights(self.weights.weights(copied=True), version)
         except BaseException:

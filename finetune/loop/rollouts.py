@@ -167,6 +167,7 @@ class Rollouts:
         If a recorded update names any tape of a group, the whole group counts as used. So no attempt is trained on
         twice.
         """
+        # A store may have groups of other lineages and phases, such as a warm start's or another run's.
         prefix = re.compile(re.escape(f"{self.history.lineage}/{PHASE}/") + r"(\d+)$")
         used = {tape for use in self.store.ledger(self.history.lineage).uses for tape in Plan.of(use).every}
         spent: set[int] = set()
@@ -340,6 +341,7 @@ class Rollouts:
             self._drop(group)
             return
         self._barren = 0
+        # Converted now, while the update of another batch runs, and not when an update waits for it.
         for tape in usable:
             self.converted[tape.id] = (rows(tape, renderer=self.history.policy.renderer), episode_of(tape))
             self.spoke |= {call.by for call in tape.calls}
@@ -351,6 +353,7 @@ class Rollouts:
     def _flat(self, tapes: list[Tape]) -> bool:
         if not self.config.by_agent:
             return flat(tapes, [training_reward(tape) for tape in tapes])
+        # With a reward per agent, one agent's rewards may be equal and another's not. The group trains the other.
         paths = {call.by for tape in tapes for call in tape.calls}
         paths = paths if self.trained is None else paths & self.trained
         each = [rewards_of(tape, paths) for tape in tapes]

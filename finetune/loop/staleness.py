@@ -90,6 +90,7 @@ class Pacer:
 
     def take(self) -> int:
         """Report that the next update begins, and return how many of the ready groups it takes."""
+        # The rest stays ready, and is older than what begins now. So it is in the next update.
         taken = min(self.ready, self.batch)
         self.ready -= taken
         self.aside = 0

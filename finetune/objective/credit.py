@@ -152,6 +152,7 @@ class _Clock:
         caused it.
         """
         out = torch.zeros(len(self.episode), dtype=y.dtype)
+        # An episode's reward belongs to its last step, because only then is it known.
         if len(y) == len(stream.episodes.tape):
             return out.index_add(0, self.last.nonzero()[:, 0], y[self.episode[self.last]])
         at = self.end_of_turn

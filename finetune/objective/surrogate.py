@@ -105,10 +105,13 @@ class PPO(Surrogate):
     ) -> Tensor:
         r = exp(over_unit(lp - anchor, self.per, index, stream))
         raw, bound = r * a, r.clamp(1 - self.low, 1 + self.high) * a
+        # The minimum is pessimistic: a ratio that moved the right way is held back, and one that moved the wrong way
+        # keeps its gradient.
         loss = -torch.minimum(raw, bound)
         clipped = bound < raw
         sides = {"low": clipped & (a < 0), "high": clipped & (a > 0)}
         if self.dual is not None:
+            # Where A < 0, the minimum takes any large ratio, so one token could outweigh the batch.
             loss = torch.where(a < 0, torch.minimum(loss, -self.dual * a), loss)
             sides["dual"] = (a < 0) & (r > self.dual)
         _count_clipped(context, **sides)
@@ -140,6 +143,7 @@ class CISPO(_Local):
     def __call__(
         self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
     ) -> Tensor:
+        # The ratio is a weight here. Its own gradient would vanish where it is clipped, and the token with it.
         r = exp(lp.detach() - anchor)
         bounded = r.clamp(min=None if self.low is None else 1 - self.low, max=self.cap)
         _count_clipped(context, low=bounded > r, high=bounded < r)

@@ -216,6 +216,7 @@ class CriticTrainer:
         self.loss = loss or Value()
         self.options = options = options or CriticOptimiserConfig()
         self.passes, self.first = passes, first
+        # The policy's own loss balances the experts of a body that the critic only reads.
         self.balance = balance if critic.owns_body else 0.0
         self.moments = Moments()
         self._moved = 0.0, 1.0
@@ -308,6 +309,7 @@ class CriticTrainer:
     def _pass(self, rows: Sequence[Row], old: Tensor, target: Tensor, entered: Tensor, sums: Sums) -> bool:
         """Take one optimiser step. If a number wasn't finite on some rank, change nothing and return False."""
         context = Context(sums=sums, add_up=self.ranks.add_up)
+        # The tokens of all ranks, because the ranks' gradients are summed and not averaged.
         n = float(self.ranks.add_up(entered.sum(dtype=torch.float64)))
         self.optimizer.zero_grad(set_to_none=True)
         finite = True
@@ -329,6 +331,7 @@ class CriticTrainer:
                 break
             loss.backward()
         finite = not self.ranks.any(not finite)
+        # Without a token on any rank, momentum alone would move the critic.
         if finite and n:
             self.ranks.add_up_gradients(self.parameters)
             norm = self.ranks.clip(self.parameters, self.options.grad_clip)
@@ -347,6 +350,7 @@ class CriticTrainer:
         self.moments.take(*context.mean_and_square(target.double()))
         if self.moments.std is None:
             return
+        # The first scale has nothing to preserve: a new head gives 0, so all values were equal.
         if self.critic.fresh:
             self.critic.begin(self.moments.mean, self.moments.std)
             self._moved = self.moments.mean, self.moments.std

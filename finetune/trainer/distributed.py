@@ -108,6 +108,7 @@ class Processes(ModelWeights):
         self.make_trainer = make_trainer
         self.empty = emptied(model) if ranks.sharded and empty is None else empty
         ranks.shard(model)
+        # Read after `shard`, which replaces the parameters. Ranks name a weight to each other by these keys.
         self._named = dict(model.state_dict(keep_vars=True))
         self.member: Trainer
         """This rank's own trainer. It doesn't exist before `enter`."""
@@ -284,6 +285,7 @@ class Processes(ModelWeights):
             raise
 
     def _tell(self, command: str | Callable[..., object], arguments: object) -> None:
+        # A rank that rests doesn't listen to broadcasts, so it is woken through the store first.
         if self._resting:
             _store().set(self._resting, "")
             self._resting = None
@@ -292,6 +294,7 @@ class Processes(ModelWeights):
     def _beat(self, done: threading.Event) -> None:
         """Until `done`, give a sign of life once per BEAT. Between two commands, let the other ranks rest."""
         while self.ranks.size > 1 and not done.wait(BEAT):
+            # Without the lock, a command could begin after the test of `_busy`, and two broadcasts would get mixed up.
             with self._lock:
                 try:
                     _store().add(BEATS, 1)
@@ -351,6 +354,7 @@ class Processes(ModelWeights):
     def _gather(self, name: str, averaged: bool) -> Tensor:
         own = self._named[name]
         if averaged:
+            # A tied weight has several names, and the average has only one of them. So it is looked up by the tensor.
             of = {p: self.member.averaged[name] for name, p in self.member.parameters.items()}
             own = cast(Tensor, of.get(own, own))
         return Whole({name: own})[name].detach()

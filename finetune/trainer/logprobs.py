@@ -100,6 +100,7 @@ def states(body: nn.Module, micro: Micro, model: nn.Module) -> Tensor:
         # The call has no mask and no cache. If rows are packed, restarting indices show the model where each row ends.
         hidden = body(**rest, **micro.together, use_cache=False).last_hidden_state
     else:
+        # The repeated cache keeps its graph, so the gradients of all rows add up in the one prefix.
         cache = body(**prefix, use_cache=True).past_key_values
         cache.batch_repeat_interleave(len(micro.ids))
         hidden = body(**rest, past_key_values=cache, use_cache=True).last_hidden_state
@@ -158,6 +159,7 @@ def score(
     lp = torch.full((n,), torch.nan, dtype=dtype)
     h = torch.full((n,), torch.nan, dtype=dtype) if entropy else None
     with torch.no_grad():
+        # Ranks that forward together must make the same passes, and each rank's groups would give others.
         share = shares_prefixes(model) and not ranks.joint
         micros = plan(rows, live=live, micro_tokens=micro_tokens, share=share, pack=pack, vision=vision)
         for micro in ranks.rounds(micros):

@@ -104,6 +104,7 @@ class Micro:
 
         mine = self.mine
         packed, ids = self.packed, cast(Tensor, cut(self.ids))
+        # A model numbers its columns from 0, and this rank's columns begin later.
         if packed is None and self.positions is None:
             packed = torch.arange(self.ids.shape[1]).expand_as(self.ids)
         barred = self.barred
@@ -111,6 +112,7 @@ class Micro:
             place = torch.full_like(self.token, -1).index_copy_(0, mine, torch.arange(len(mine)))[barred[0]]
             barred = torch.stack([place, barred[1]])[:, place >= 0]
         shown = self.pictures
+        # `at` counts row by row. A row has only `width` columns here, the first of which is rank * width.
         return replace(
             self,
             ids=ids,
@@ -153,6 +155,7 @@ class Micro:
         """Return the values (n,) of all tokens to score, given the values of this rank's."""
         if self.sequence is None:
             return values
+        # Each rank fills in its own tokens and leaves 0 for the others, so the sum over ranks has all of them.
         whole = values.new_zeros(len(self.token))
         return self.sequence.add_up(whole.index_put((self.mine.to(values.device),), values))
 
@@ -190,6 +193,7 @@ def plan(
     start = np.concatenate([[0], np.cumsum([len(row.own) for row in rows])]).astype(np.int64)
     marks = np.ones(start[-1], dtype=bool) if live is None else live.numpy()
     wanted = [marks[start[i] : start[i + 1]].nonzero()[0] for i in range(len(rows))]
+    # The last token to score isn't forwarded: the position before it predicts it.
     length = np.array([row.own[w[-1]] if len(w) else 0 for row, w in zip(rows, wanted, strict=True)], dtype=np.int64)
     shown = [[p for p in row.places if p.offset < n] for row, n in zip(rows, length, strict=True)]
     for row, places in zip(rows, shown, strict=True):
@@ -198,6 +202,8 @@ def plan(
                 "the model that should score it can't see" if vision is None else "its row has no way to their files"
             )
             raise BadBatch(f"tape {row.tape} shows pictures, and {lacks}: train a vision model, or leave the tape out")
+    # Neighbours have similar lengths, which keeps padding short. A stable sort leaves rows of one length in their
+    # order, because the order of a sum decides its last bits.
     order = [int(i) for i in np.argsort(length, kind="stable") if length[i]]
     # Rows that begin with the same picture are placed together, so that few micro-batches compute it. Text comes first.
     order.sort(key=lambda i: -shown[i][0].key if shown[i] else 0)
@@ -260,6 +266,7 @@ class _Batches:
         for i in order:
             n = int(self.length[i])
             seen = {place.key: self.vision.patches(place.grid) for place in self.shown[i]} if self.vision else {}
+            # Padding makes every row as long as the longest. The prefix is forwarded once.
             tokens = total + n if pack else prefix + (len(group) + 1) * (max(longest, n) - prefix)
             if group and tokens + sum((patches | seen).values()) > micro_tokens:
                 groups.append(group)
@@ -311,6 +318,7 @@ class _Batches:
         + L)."""
         wanted = [(self.rows[i], self.wanted[i], self.start[i]) for i in group]
         before = np.cumsum([0, *(len(mine) for _, mine, _ in wanted)])
+        # A bar names its token by the token's index in the whole micro-batch.
         barred = [row.barred(mine, first) for (row, mine, _), first in zip(wanted, before, strict=False) if row.bars]
         shape = (len(ids), ids.shape[1] + (0 if prefix is None else len(prefix)))
         positions, pictures = self._seen(group, shape, corners, packed is not None)

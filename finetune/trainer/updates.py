@@ -128,6 +128,7 @@ def together(steps: Sequence[UpdateStats]) -> UpdateStats:
     """
     if len(steps) == 1:
         return steps[0]
+    # A skipped step has no loss or norm that could be averaged with the others'.
     applied = [step for step in steps if step.applied]
     of = applied or steps
     sums = Sums()
@@ -183,6 +184,7 @@ def cut_episodes(episodes: int, minibatches: int, seed: int | None, steps: int) 
         raise BadBatch(f"{episodes} episodes can't be cut into {minibatches} mini-batches: take fewer mini-batches")
     order = torch.arange(episodes)
     if seed is not None:
+        # The large prime keeps pairs of seed and step apart: seed 1 at step 2 isn't seed 2 at step 1.
         order = torch.randperm(episodes, generator=torch.Generator().manual_seed(seed * 1_000_003 + steps))
     cuts: list[Tensor | None] = []
     for members in order.tensor_split(minibatches):
@@ -323,6 +325,7 @@ class Division:
         dealt = [_dealt(part, parts) for part in shown]
         shares = []
         for k, own in enumerate(share(rows, episodes, parts)):
+            # By `taught_by` and not by tape: with a reward per agent, one tape makes several episodes.
             tapes = {episodes[place].tape for place in own}
             shares.append(
                 Share(
@@ -406,6 +409,7 @@ def share(rows: Sequence[Row], episodes: Sequence[Episode], parts: int) -> list[
     tokens: dict[int, int] = dict.fromkeys(family, 0)
     for row in rows:
         tokens[family[index[row.taught_by]]] += len(row.input_ids)
+    # Largest first, so that the small families can even out the loads at the end.
     load, owner = [0] * parts, dict[int, int]()
     for number in sorted(tokens, key=lambda number: (-tokens[number], number)):
         owner[number] = load.index(min(load))
