@@ -29,7 +29,7 @@ from ...tapes.records import Use, total_reward
 from ...tapes.store.ledger import Ledger
 from ...tapes.store.store import Store
 from ...tapes.value import STANDINGS, Standing, Value
-from ..loop.history import OLD_RULES, BrokenHistory, Differs, History, apply_again, computed_on, elsewhere, other_rules
+from ..loop.history import FORMULAS, BrokenHistory, Differs, History, apply_again, computed_on, elsewhere, other_rules
 from ..loop.plan import Plan, by_update, taught_by
 from ..loop.staleness import version_name
 from ..trainer.checkpoint import (
@@ -353,7 +353,7 @@ class _Walk:
 
     def _differs(self, difference: Difference) -> Reproduction:
         bits = ("recipe", "reference", "loss", "grad_norm", "weights", "checkpoint", "trainer")
-        if any(rule in self.other for rule in OLD_RULES):
+        if any(rule in self.other for rule in FORMULAS):
             # Another formula trains other tokens too, for example if rewards that are equal now differed.
             bits = (*bits, "items", "filtered", "skipped", "taught", "lr")
         if self.other and difference.field in bits:

@@ -44,7 +44,8 @@ from ..trainer.checkpoint import (
     remove_partial,
     save_checkpoint,
 )
-from ..trainer.logprobs import vocabulary_of
+from ..trainer.logprobs import shares_prefixes, vocabulary_of
+from ..trainer.micro_batches import SHARE_TOKENS
 from ..trainer.reference import ServedTeacher
 from ..trainer.trainer import Trainer
 from ..trainer.updates import Division, TrainerState, UpdateStats, together, with_files
@@ -520,11 +521,19 @@ They counted a turn that isn't scored as 0, and compared rewards before adding t
 SUMS = "sums of rewards"
 SCHEDULES = "learning rates"
 VALUES = "clips of a new critic's values"
-RULES: dict[str, JsonValue] = {SUMS: "exact", SCHEDULES: "of the update", VALUES: "around its first mean"}
+PREFIXES = "prefixes forwarded once"
+RULES: dict[str, JsonValue] = {
+    SUMS: "exact",
+    SCHEDULES: "of the update",
+    VALUES: "around its first mean",
+    PREFIXES: f"from {SHARE_TOKENS} tokens",
+}
 """Conditions of each update that earlier versions didn't record, because other rules held. Sums of rewards were rounded
 after each component. Schedules counted optimiser steps, and the policy's didn't wait for `critic.first`. In the first
-update of a normalised critic, values were clipped around 0."""
-OLD_RULES = (TURNS, *RULES)
+update of a normalised critic, values were clipped around 0. Only prefixes of 64 tokens or more were shared, which
+changes the last bits of a gradient."""
+FORMULAS = (TURNS, SUMS, SCHEDULES, VALUES)
+"""The rules that decide more than the last bits."""
 
 
 def other_rules(on: Mapping[str, object], trainer: Trainer, plan: Plan, rounded: Callable[[str], bool]) -> str:
@@ -536,6 +545,7 @@ def other_rules(on: Mapping[str, object], trainer: Trainer, plan: Plan, rounded:
         SUMS: lambda: any(map(rounded, plan.tapes)),
         SCHEDULES: lambda: counted or (critic and critic.options.schedule.varies and steps * critic.passes > 1),
         VALUES: lambda: critic and critic.critic.normalised and critic.critic.fresh and critic.loss.clip is not None,
+        PREFIXES: lambda: not trainer.ranks.joint and shares_prefixes(trainer.model),
     }
     return ", ".join(f"a version with {rule} {RULES[rule]}" for rule in RULES if rule not in on and differs[rule]())
 

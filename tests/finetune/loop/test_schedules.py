@@ -14,7 +14,7 @@ import pytest
 
 import tapereel as tr
 from tapereel.finetune.inspect.reproducer import reproduce
-from tapereel.finetune.loop.history import SCHEDULES, VALUES
+from tapereel.finetune.loop.history import PREFIXES, SCHEDULES, VALUES
 from tapereel.finetune.trainer.checkpoint import checkpoints
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.store import Store
@@ -181,6 +181,21 @@ def test_a_run_whose_new_critic_was_clipped_around_0_is_undecided(
         return body
 
     run = trained(tmp_path / "run", model, "ppo", 2, critic__clip=clip)
+    rewrite(run, earlier)
+    assert reproduce(run).outcome == outcome
+
+
+@pytest.mark.parametrize(("checkpointing", "outcome"), [(False, "unverifiable"), (True, "diverged")])
+def test_a_run_that_shared_only_long_prefixes_is_undecided_if_prefixes_are_shared(
+    checkpointing: bool, outcome: str, model: Path, tmp_path: Path
+) -> None:
+    def earlier(body: dict[str, Any]) -> dict[str, Any]:
+        if body["t"] == "use":
+            body["info"].get("on", {}).pop(PREFIXES, None)
+            body["info"]["grad_norm"] += 1e-7
+        return body
+
+    run = trained(tmp_path / "run", model, "grpo", 1, optimiser__gradient_checkpointing=checkpointing)
     rewrite(run, earlier)
     assert reproduce(run).outcome == outcome
 
