@@ -8,6 +8,7 @@ import importlib.util
 import ipaddress
 import os
 import re
+import signal
 import sys
 import tempfile
 import traceback
@@ -27,6 +28,9 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 # pytest-xdist sets it in its workers, and tables are fitted to it.
 os.environ.pop("COLUMNS", None)
+# A shell's background job ignores Ctrl-C, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # The user's secret, which indexes are kept with, and the tokens of servers are made here, not in the user's home.
 os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"tapereel-tests-{os.getuid()}")
 
