@@ -26,7 +26,8 @@ Spans = tuple[tuple[str, int, int], ...]
 
 
 async def complete(engine: Engine, request: Request) -> Completion:
-    """Call `engine.complete`, or make two requests if the first token has its own temperature.
+    """Call `engine.complete`, or make two requests if the first token has its own temperature. All of an episode's
+    requests go through here.
 
     An engine that returns recorded answers gets one request, because it returns each answer as a whole.
     """

@@ -481,7 +481,7 @@ class LLM(Clock):
                 return self._budget.hold(recorded)
         held = await self._budget.take(request.sampling.max_tokens)
         if held < 1:
-            self.asked -= 1
+            self.asked -= 1  # the engine wasn't asked
             raise self.latched or self._latch_tokens()
         return held
 
@@ -645,5 +645,4 @@ def _limited(request: Request, tokens: int) -> Request:
     sampling = request.sampling
     if sampling.max_tokens <= tokens:
         return request
-    update = {"max_tokens": tokens, "temperature": sampling.temperature}
-    return replace(request, sampling=sampling.model_copy(update=update))
+    return replace(request, sampling=sampling.model_copy(update={"max_tokens": tokens}))

@@ -51,9 +51,10 @@ UPDATE = {
         "that are too old. The result is the statistics and the `use` records."
     ),
     "finetune.trainer.distributed:Processes.updates": (
-        "`on_all` sends each process its share of the batch, and all of them run `_updates`, which calls `train_on`. A "
-        "run of one process has one share."
+        "`on_all` runs `_updates` on every process, and rank 0 joins their statistics. A run of one process has one "
+        "share."
     ),
+    "finetune.trainer.distributed:Processes._updates": "Each process gets its own share of the batch from rank 0.",
     "finetune.trainer.trainer:Trainer.train_on": (
         "Advantages are computed once for the batch. Then each epoch takes one optimiser step per mini-batch."
     ),
@@ -112,14 +113,18 @@ def one_update() -> str:
         "is around it.",
         "",
     ]
-    drawings = {
-        "finetune.trainer.updates": "How processes share a batch",
-        "agents.engines.servers.connect": "How servers become the engine that samples and gets the new weights",
-    }
-    for module, text in drawings.items():
-        path = module.replace(".", "/") + ".py"
-        top += [f"{text} (`{path}`):", "", "```", _drawing(module), "```", ""]
-    return "\n".join([*top, *parts]).rstrip() + "\n"
+    shares = _drawn("finetune.trainer.updates", "How processes share a batch")
+    servers = _drawn(
+        "agents.engines.servers.connect",
+        "After it, `Loop._update` calls the engine's `sync_weights`. How servers become an engine",
+    )
+    return "\n".join([*top, *shares, *parts, *servers]).rstrip() + "\n"
+
+
+def _drawn(module: str, text: str) -> list[str]:
+    """The drawing of a module, under a line of text."""
+    path = module.replace(".", "/") + ".py"
+    return [f"{text} (`{path}`):", "", "```", _drawing(module), "```", ""]
 
 
 def _drawing(module: str) -> str:

@@ -190,7 +190,7 @@ def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Rendere
                 prompt, places = _whole(tape, call)
             new = prompt
         elif base is not None:
-            del leaves[base]
+            del leaves[base]  # another continuation of the same call begins a row of its own
         if places:
             row.places += [place for place in places if place.offset >= row.length]
         row.context(new)
@@ -335,6 +335,7 @@ class _Building:
         if start == 0:
             raise NotATape(f"call {call.call} has an empty prompt; the first token of a row can't be scored")
         barring = call.sampling.barring
+        # Without the ids that were barred, the trainer can't compute the distribution that was sampled from.
         sayable = call.barred is not None or not barring
         known = call.logprobs if call.exact and sayable else None
         old = np.frombuffer(known, dtype=np.float32) if known is not None else np.full(n, np.nan, np.float32)

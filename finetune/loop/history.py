@@ -150,7 +150,7 @@ class History:
         given = self.taught_rows(plan, batch)
         # Also before the update: rounding is measured with the weights that sampled the tokens.
         rounded = self._rounding(batch)
-        # Before the update, because it may change the reference.
+        # Before the update, because it may change the reference. An update that is applied again has recorded names.
         compared = weights.compared({name: getattr(plan, name, None) for name in trainer.others})
         divided = Division.of(
             given,
@@ -200,7 +200,7 @@ class History:
         teacher = self.enter(plan.phase).others.get("teacher")
         if not isinstance(teacher, ServedTeacher) or not batch.rows:
             return batch.rows
-        recorded = isinstance(plan, UpdateInfo)
+        recorded = isinstance(plan, UpdateInfo)  # the plan of an update that is applied again
         try:
             folder = self.store.path / "teacher"
             given, path = teacher.said(batch.rows, folder, ask=not recorded, check=self.store.check_lead)

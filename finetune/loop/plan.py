@@ -143,6 +143,7 @@ class Plan(Value):
         tokens that other policies sampled count as stale. `vocabulary` is the number of the model's token ids."""
         batch = Batch([], [])
 
+        # A recorded update keeps its own list, so that it is the same with a model of more token ids.
         def within(tape: str, rows: list[Row]) -> list[Row]:
             if tape not in self.beyond and all(fits(row, vocabulary) for row in rows):
                 return rows

@@ -260,6 +260,7 @@ class Rollouts:
             fresh=lambda: self._fresh(group),
             engine=self.engine,
         )
+        # `fill` also notes in the group how it closed. Continuations close it a second time.
         closing = await sampling()
         if closing is not Closing.DEADLINE and self._fork(group):
             await sampling()
@@ -315,6 +316,7 @@ class Rollouts:
             task=Task.of(group.task),
             split="train",
             seed=derive_seed(self.seed, PHASE, group.number, k, again),
+            # All attempts of a group face the same world, so that their rewards can be compared.
             env_seed=derive_seed(self.seed, PHASE, group.number, "env"),
             group=self.name(group.number),
             attempt=k,

@@ -97,9 +97,11 @@ class Part:
         anchor, importance = recipe.anchor(lp, index, stream, context)
         per_token = recipe.surrogate(lp, anchor, a, index, stream, context)
         per_token = sized(recipe.surrogate, per_token, len(index), "tokens")
+        # As in TRL, the correction weighs the policy's loss and not the regularisers.
         if importance is not None and recipe.surrogate.advantages:
             per_token = importance * per_token
         parts: list[tuple[str, Term, Tensor]] = [("policy", recipe.surrogate, per_token)]
+        # `betas` goes on with the coefficients of KLs in the reward. A loss of demonstrations alone passes none.
         for term, beta in zip(recipe.regulariser, betas, strict=False):
             if term.active and term.per_token:
                 name = term.measure if isinstance(term, KL) else str(getattr(term, "kind", type(term).__name__))

@@ -64,8 +64,8 @@ class Regulariser(Term):
         """Return the values (n,) to add to the losses of the tokens `index` (n,).
 
         `lp` (n,) are their current log-probs, and `entropy` (n,) their entropies, or None if no term needs them. `beta`
-        is the current coefficient of the term. A token's value must not depend on other tokens, because the trainer
-        calls this for parts of a batch.
+        is the current coefficient of the term, which begins with `first_coefficient`. A token's value must not depend
+        on other tokens, because the trainer calls this for parts of a batch.
         """
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define what it adds to each token there")
 
@@ -160,7 +160,7 @@ class Entropy(Regulariser):
             raise ValueError(
                 "an entropy bonus reads the entropy of each token, and there is none: score with entropy=True"
             )
-        return -self.coefficient * entropy
+        return -beta * entropy
 
 
 class _Beside(Regulariser):

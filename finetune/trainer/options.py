@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
+# The key, then the values for `tiny`, `small` and `large`, the source, and from which factor on a value is called far.
+# Values for adapters, `light` and `light` with adapters may follow (`Default`).
 PROFILES: tuple[Default, ...] = (
     Default("loop.optimiser.lr", 3e-4, 1e-6, 1e-6, "TRL's GRPOConfig; LoRA Without Regret", 10, 1e-5, 1e-5, 3e-4),
     Default("loop.optimiser.schedule", {}, {"warmup": 10}, {"warmup": 10}, "verl's DAPO on 7B", 0, None),

@@ -99,7 +99,7 @@ class Trainer:
         self.moments = Moments()
         self.betas = list(objective.betas(recipe))
         self.steps = 0
-        """Number of applied optimiser steps."""
+        """Number of steps so far, including those in which only the critic learned."""
         self.skips: dict[str, int] = {}
         """Number of skipped updates, by reason."""
         self.parameters = trainable(model)
@@ -132,7 +132,7 @@ class Trainer:
         together. Advantages are computed once, over the whole batch.
 
         Before an epoch is split into mini-batches, episodes are shuffled with a seed made from `seed` and the number of
-        updates so far. If `seed` is None, they keep their order.
+        steps so far. If `seed` is None, they keep their order.
         """
         first, *later = share.demonstrations
         prepared = self.prepare(
@@ -223,6 +223,7 @@ class Trainer:
     def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
         """Take one optimiser step on a prepared batch. `episodes`, a bool mask (E,), limits it to these episodes."""
         batch = prepared.batch
+        # While only the critic learns, the policy's gradient is computed for its metrics alone.
         part, done, norm = self._gradient(prepared, episodes, self.options.grad_clip)
         waits = self.critic is not None and self.critic.learns_alone
         lr = None if waits else self.scheduler.lr
@@ -408,6 +409,7 @@ class Trainer:
         if not self.recipe.local:
             return None
         betas = tuple(self.betas)
+        # `_pulls` adds the metrics, so those of a chunk are dropped with its context.
         return lambda lp, at: part.loss(lp, None, micro.index[at], Context(moments=self.moments), betas)
 
     def _whole(self, rows: Sequence[Row], part: objective.Part, context: Context, done: Accumulated) -> list[Tensor]:
@@ -461,6 +463,7 @@ class Trainer:
                     load.loss(probabilities(logits, micro).cpu()),
                     "demonstrations/aux" if demonstrations else "aux",
                 )
+                # The parts of all micro-batches and ranks add up to one loss, so together they count once.
                 sums.put(name, float(part.detach()), 0 if name in sums or self.ranks.share else 1)
                 aux = recipe.balance * part
             # Rows without a picture must reach the tower too. Otherwise ranks would sum different sets of gradients.

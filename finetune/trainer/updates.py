@@ -51,10 +51,11 @@ class UpdateStats:
     """Results and metrics of one optimiser step."""
 
     step: int
-    """Number of updates that the trainer has applied, including this one if it was applied."""
+    """The trainer's number of steps, including this one if it was applied (`Trainer.steps`)."""
     skipped: Skip | None
-    """Why the step was not applied, or None if it was applied. The reason is the value that wasn't finite, that there
-    was nothing to train on, or that only the critic learns yet. The weights are then unchanged."""
+    """Why the policy's weights are unchanged, or None if they were stepped. The reason is the value that wasn't finite,
+    that there was nothing to train on, or that only the critic learns yet. The last one is planned, so the step counts
+    as applied."""
     loss: float
     """The loss, which is the sum of `parts`, or NaN if it isn't finite. It covers the tokens of this process, or those
     of all processes with `Processes.updates`."""
@@ -98,6 +99,7 @@ class UpdateStats:
     def line(self) -> dict[str, object]:
         """Return the fields of the step for a line of metrics.jsonl (see docs/reference/metrics.md). Values that
         weren't measured are None or absent."""
+        # Only the history reads the mean square, to tell rounding from a mismatch.
         sums = self.sums.without("mismatch/square").flat()
         values: dict[str, object] = {
             "loss": self.loss,
@@ -134,6 +136,7 @@ def together(steps: Sequence[UpdateStats]) -> UpdateStats:
     sums = Sums()
     for k, step in enumerate(steps):
         sums.merge(step.sums if k == 0 else step.sums.without("mismatch", "mismatch/square", "moved"))
+    # Demonstrations differ from step to step, and code that needs them reads the single steps.
     last = steps[-1]
     weight = torch.stack([step.weight for step in of]).sum(0)
     return UpdateStats(
@@ -175,7 +178,7 @@ class Prepared:
 def cut_episodes(episodes: int, minibatches: int, seed: int | None, steps: int) -> list[Tensor | None]:
     """Split the episodes of one epoch into mini-batches, and return a mask (E,) bool for each. None means all episodes.
 
-    The split depends only on `seed` and on `steps`, the number of updates so far. So it differs from epoch to epoch,
+    The split depends only on `seed` and on `steps`, the number of steps so far. So it differs from epoch to epoch,
     and a resumed run has the same splits as a run that was never stopped.
     """
     if minibatches == 1:

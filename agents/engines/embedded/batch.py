@@ -350,6 +350,8 @@ class Batch:
             top_k = np.array([s.top_k for s in rows], dtype=np.int64)
         barred = [(k, stop) for k, s in enumerate(rows) if len(s.ids) < s.min_tokens for stop in s.barred]
         if barred:
+            # In the logits, so that the log-prob is one of the ids that were left. The trainer bars the same ids
+            # (`Row.bars`). It can't repeat a grammar, so `allowed` changes what is drawn and not the log-prob.
             logits = logits.index_put(tuple(torch.tensor(barred).T), logits.new_tensor(-torch.inf))
         allowed = self._allowed(rows, logits)
         drawn = min_p = None
@@ -358,7 +360,7 @@ class Batch:
             min_p = np.array([s.penalties.get("min_p", 0.0) for s in rows])
         ids, logprobs = draw(logits, self._temperature[at], uniform, top_p, top_k, allowed, drawn, min_p)
         for k, s in enumerate(rows if allowed is not None else ()):
-            if s.guide is None or logprobs[k] != logprobs[k]:
+            if s.guide is None or logprobs[k] != logprobs[k]:  # NaN
                 continue
             taken = s.guide.take(ids[k], s.limit - len(s.ids))
             if s.guide.error:
