@@ -19,6 +19,8 @@ from tapereel.tapes.view.run_view import RunView
 from .lab import MICRO, WORLD, answer_of, settings, tapes_of
 from .world import EXAMPLE
 
+pytestmark = pytest.mark.attack
+
 SCENE = ("--agent", f"{EXAMPLE}:player", "--env", f"{WORLD}:Extreme", "--tasks", f"{EXAMPLE}:tasks")
 EVERY = ("loop.groups=8", "loop.max_lag=0", "evaluation.fraction=0.2", "evaluation.limit=20")
 

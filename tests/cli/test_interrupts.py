@@ -18,6 +18,8 @@ from tapereel.tapes.store.run_directory import read_metrics
 from .lab import MICRO, SCENE, WORLD, settings
 from .world import EXAMPLE
 
+pytestmark = pytest.mark.kill
+
 SIGNALLED = ("--agent", f"{EXAMPLE}:player", "--env", f"{WORLD}:Signalled", "--tasks", f"{EXAMPLE}:tasks")
 
 

@@ -27,6 +27,8 @@ from tapereel.tapes.store.store import Store
 
 from ..finetune.loop import lab
 
+pytestmark = pytest.mark.learning
+
 Lines = list[dict[str, Any]]
 
 

@@ -21,6 +21,7 @@ def ledger(missing: dict[str, str] | None = None, inside: dict[str, str] | None 
     return Ledger(ROWS, {"4": "here", "6": "there"}, missing or {}, inside or {})
 
 
+@pytest.mark.docs
 @pytest.mark.ledger("T54")
 def test_the_page_is_what_the_marks_say_and_no_row_is_without_a_test():
     known = coverage.read()

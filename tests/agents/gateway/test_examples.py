@@ -10,6 +10,8 @@ import pytest
 from tapereel.cli import main
 from tapereel.tapes.store.store import Store
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).resolve().parents[3]
 SCENE = "examples/gateway_scene.py"
 

@@ -14,6 +14,8 @@ from tapereel.tapes.common.config import dump_config
 from tapereel.tapes.store.store import Store
 from tests.finetune.loop.micro import PICTURED
 
+pytestmark = pytest.mark.docs
+
 LOOP = PICTURED.loop.model_copy(update={"updates": 2, "checkpoint_every": 1})
 SMALL = PICTURED.model_copy(update={"warm": PICTURED.warm.model_copy(update={"updates": 2}), "loop": LOOP})
 

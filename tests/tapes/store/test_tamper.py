@@ -33,6 +33,7 @@ def rewritten(lab: Lab) -> Image:
     return closed_run(lab, episodes=4)
 
 
+@pytest.mark.attack
 def test_every_change_below_a_pin_shows() -> None:
     image = closed_run(Lab(), episodes=4)
     assert check(SimDisk(image)) == 0
@@ -42,6 +43,7 @@ def test_every_change_below_a_pin_shows() -> None:
     assert tried >= 400
 
 
+@pytest.mark.attack
 def test_every_change_below_the_seals_shows_without_a_pin() -> None:
     image = without_pins(closed_run(Lab(), episodes=4))
     first, last = segment_paths(image)
@@ -52,6 +54,7 @@ def test_every_change_below_the_seals_shows_without_a_pin() -> None:
     assert tried >= 300
 
 
+@pytest.mark.attack
 def test_every_change_below_the_frontier_of_a_crashed_run_shows() -> None:
     image, durable = crashed_run(Lab())
     assert check(SimDisk(image)) == 0

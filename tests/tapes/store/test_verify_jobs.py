@@ -23,6 +23,8 @@ from .lab import Lab
 from .simdisk import SimDisk
 from .tamper import closed_run, crashed_run, damages, segment_paths
 
+pytestmark = pytest.mark.attack
+
 lab = Lab()
 
 

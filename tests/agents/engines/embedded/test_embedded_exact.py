@@ -242,6 +242,7 @@ def programs(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.attack
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(programs())
 def test_any_joins_leaves_cancels_and_swaps_agree_with_the_naive_loop(program: dict[str, Any]) -> None:

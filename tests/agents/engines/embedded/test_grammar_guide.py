@@ -52,6 +52,7 @@ def asked(seed: int, schema: Any = None, **sampling: Any) -> Request:
     return Request(messages=(), prompt=ids, seed=seed, grammar=grammar, sampling=Sampling(**sampling))
 
 
+@pytest.mark.attack
 def test_a_hundred_answers_are_json_for_their_schemas():
     """A small version of benchmarks/forms.py."""
     assert answers(count=100, seed=1, max_tokens=96).cut == 0

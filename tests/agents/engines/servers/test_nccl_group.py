@@ -187,6 +187,8 @@ def test_if_a_server_dies_in_a_sync_the_others_get_its_weights(step: str, tmp_pa
 
     async def test(engine: RemoteEngine, urls: list[str]) -> None:
         await engine.sync_weights(WEIGHTS, "run:1")
+        # On a busy machine, a server may take more than SETTLE to let go of the group. It is left out, and comes back.
+        await until(lambda: list(engine.samplers) == urls[:2])
         assert await versions(engine) == [(url, "run:1") for url in urls[:2]]
 
     using([*wells, mortal], test, weights_folder=tmp_path)
