@@ -12,7 +12,10 @@ this.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,6 +142,7 @@ class SlotDecoder:
         self._body: Any = None
         """The module for the hidden states. `_head` then computes logits from them. If `_body` is None, the model's
         forward does both."""
+        self._head: Any = None
         if autocast is not None or vision is not None:
             base: Any = getattr(model, "get_base_model", lambda: model)()
             self._body, self._head = base.get_decoder(), base.get_output_embeddings()
@@ -152,8 +156,7 @@ class SlotDecoder:
         try:
             layers, heads, size = self._geometry()
             # The memory must be zeros, because attention multiplies the value of a masked key by 0, and 0 * NaN is NaN.
-            kv = torch.zeros(2 * layers, slots, heads, capacity + 1, size, dtype=dtype, device=self.device)
-            self._cache = _SlotCache(kv)
+            self._cache = _SlotCache(_zeros((2 * layers, slots, heads, capacity + 1, size), dtype, self.device))
             self._prove()
         except (TypeError, ValueError, AttributeError) as error:
             if isinstance(error, UnsupportedModel):
@@ -253,8 +256,10 @@ class SlotDecoder:
         self._cache.kv[:, slot] = 0
 
     def release(self) -> None:
-        """Free the KV memory. The object can't be used afterwards."""
+        """Free the KV and the weights. The object can't be used afterwards."""
         self._cache.kv = self._cache.kv.new_empty(0)
+        # The engine may be part of a cycle of references, which Python collects much later.
+        self.model = self._embed = self._body = self._head = None
 
     def check(self, state: Mapping[str, Tensor]) -> None:
         """Raise `UsageError` if `load` would refuse `state`."""
@@ -335,7 +340,9 @@ class SlotDecoder:
         first = self.extend(0, prompt, np.zeros_like(have), have, begun)
         second = self.extend(0, ids[np.arange(rows), have][:, None], have, one, then)
         off = max(float((first - plain[have - 1]).abs().max()), float((second - plain[have]).abs().max()))
-        self._cache.kv.zero_()
+        used = self._cache.kv[:, :rows]
+        for places in (used[..., :n, :], used[..., self.capacity :, :]):  # no others, so that they stay untouched
+            places.zero_()
         # The tolerance is relative to the range of the logits, because they are so small in an untrained model that an
         # absolute tolerance would not detect a wrong mask.
         tolerance = (1e-3 if self._cache.kv.dtype == torch.float32 else 0.1) * float(plain.max() - plain.min()) + 1e-6
@@ -345,6 +352,17 @@ class SlotDecoder:
                 f"{type(self.model).__name__}: logits through the slot cache differ from the plain "
                 f"forward by {off:.3g} (tolerance {tolerance:.3g}); serve this model with vLLM"
             )
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of zeros. On a CPU, it takes memory only as it is written to (`torch.zeros` writes all of it), so
+    slots can be longer than most requests."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):  # only Linux has huge pages, and one would span a thousand places of a slot
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _some(names: list[str]) -> str:

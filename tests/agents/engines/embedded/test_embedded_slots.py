@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import os
+import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +14,7 @@ import pytest
 import torch
 import transformers as hf
 
+from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
 from tapereel.agents.engines.embedded.kv_cache import SlotDecoder, UnsupportedModel
 
 from ...embedded_lab import FAMILIES, SHAPE, VOCABULARY, decoder, plain_logits, prompt_of
@@ -147,3 +153,30 @@ def test_ragged_extension_moving_and_parking_keep_the_logits(family: str) -> Non
     slots.wipe(2)
     slots.restore(2, parked, 20)
     check(feed([2, 0], [(9, 16), (20, 24)]), [2, 0], [16, 24])  # full to the last position, beside padding
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory of the process from Linux")
+def test_slots_take_memory_as_they_are_filled() -> None:
+    model = build("Llama", max_position_embeddings=1 << 17)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    slots = SlotDecoder(model, slots=16, capacity=(1 << 17) - 1)
+    assert slots._cache.kv.nbytes > 1 << 27
+    assert resident() - before < slots._cache.kv.nbytes / 8
+    slots._cache.kv[:, 0] = 1.0
+    assert resident() - before > slots._cache.kv.nbytes / 20, "which this test can see"
+
+
+def test_a_closed_engine_keeps_no_weights() -> None:
+    """Even if it is part of a cycle of references, and no collection comes."""
+    engine = EmbeddedEngine(build("Llama"), None, version="r:0", slots=2, capacity=16)
+    weight = weakref.ref(engine._decoder.model.get_input_embeddings().weight)
+    gc.disable()
+    try:
+        asyncio.run(engine.close())
+        assert weight() is None
+    finally:
+        gc.enable()
