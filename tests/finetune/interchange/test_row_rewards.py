@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from datasets import Dataset
 
 from tapereel.finetune.data.stream import BadBatch
+from tapereel.finetune.interchange.rl_columns import row_rewards
 from tapereel.finetune.interchange.rl_dataset import RLConfig, collate, populate_rl_data, rl_step
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.trainer import Trainer
@@ -68,3 +70,16 @@ def test_a_log_prob_that_no_engine_can_have_is_refused(value):
     rows = [row("a", old=[-1.0, value, -1.0])]
     with pytest.raises(BadBatch, match=f"'a'.* {value:g}"):
         Trainer(tiny_model(), get_recipe("grpo")).update(rows, [episode("a")])
+
+
+def test_only_rewards_that_differ_are_compared_within_a_tolerance(monkeypatch: pytest.MonkeyPatch):
+    """`isclose` made a pass over 100,000 rows 1.45 times as expensive."""
+    sizes, close = list[int](), np.isclose
+    monkeypatch.setattr(np, "isclose", lambda a, b, **named: sizes.append(np.size(a)) or close(a, b, **named))
+    starts, own = np.array([0, 3, 3, 6]), np.ones(6, dtype=bool)
+    rewards = np.array([0.1, 0.1, 0.1 + 1e-12, math.nan, math.nan, math.nan])
+    found = row_rewards(rewards, own, starts)
+    np.testing.assert_array_equal(found, [0.1, math.nan, math.nan])
+    assert sizes == [4]
+    with pytest.raises(BadBatch, match=r"'rewards' is 2 in row 2, token 1, and 1 before"):
+        row_rewards(np.array([1, 1, 1, 1, 2, 3.0]), own, starts)
