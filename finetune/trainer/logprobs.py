@@ -154,20 +154,44 @@ def score(
     score rows at the same time. For `pack` and `vision`, see `plan`.
     """
     ranks = ranks or Ranks()
-    n = sum(len(row.own) for row in rows)
-    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-    lp = torch.full((n,), torch.nan, dtype=dtype)
-    h = torch.full((n,), torch.nan, dtype=dtype) if entropy else None
+    found = _blank(model, sum(len(row.own) for row in rows), entropy)
     with torch.no_grad():
         # Ranks that forward together must make the same passes, and each rank's groups would give others.
         share = shares_prefixes(model) and not ranks.joint
         micros = plan(rows, live=live, micro_tokens=micro_tokens, share=share, pack=pack, vision=vision)
         for micro in ranks.rounds(micros):
-            part = ranks.run(model, partial(forward, model, micro, how, entropy=entropy))
-            lp[micro.index] = part.logprob.to(lp.device)
-            if h is not None and part.entropy is not None:
-                h[micro.index] = part.entropy.to(h.device)
-    return Scores(lp, h)
+            _put(found, micro, ranks.run(model, partial(forward, model, micro, how, entropy=entropy)))
+    return found
+
+
+def score_ahead(
+    model: nn.Module, micros: Sequence[Micro], n: int, how: Score, *, entropy: bool, most: int
+) -> tuple[Scores, list[Tensor]]:
+    """Return the scores (n,) of the micro-batches' tokens without gradient, and the hidden states (`states`) of the
+    first micro-batches with gradient, so that these needn't be computed again. They have at most `most` tokens
+    together, because their activations stay in memory."""
+    found, kept, body = _blank(model, n, entropy), list[Tensor](), parts(model)[0]
+    for micro in micros:
+        most -= micro.tokens if micro.pictures is None else most + 1
+        with torch.set_grad_enabled(most >= 0):
+            hidden = states(body, micro, model)
+        if most >= 0:
+            kept.append(hidden)
+        with torch.no_grad():
+            _put(found, micro, read_out(model, hidden, micro, how, entropy=entropy))
+    return found, kept
+
+
+def _blank(model: nn.Module, n: int, entropy: bool) -> Scores:
+    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    lp = torch.full((n,), torch.nan, dtype=dtype)
+    return Scores(lp, lp.clone() if entropy else None)
+
+
+def _put(found: Scores, micro: Micro, part: Scores) -> None:
+    found.logprob[micro.index] = part.logprob.to(found.logprob.device)
+    if found.entropy is not None and part.entropy is not None:
+        found.entropy[micro.index] = part.entropy.to(found.entropy.device)
 
 
 def parts(model: nn.Module) -> tuple[nn.Module, nn.Linear]:

@@ -93,6 +93,11 @@ class Micro:
     """The ranks that forward this micro-batch together, each a part of its columns. None if one process does."""
 
     @property
+    def tokens(self) -> int:
+        """Number of tokens that are forwarded, including padding."""
+        return self.ids.numel() + (0 if self.prefix is None else len(self.prefix))
+
+    @property
     def own(self) -> Micro:
         """The part of this micro-batch that this rank forwards. Columns are padded to a multiple of the ranks."""
         if self.sequence is None:

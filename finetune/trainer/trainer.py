@@ -15,6 +15,7 @@ changes neither the model nor the optimiser.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -44,6 +45,7 @@ from .logprobs import (
     reaching,
     read_out,
     score,
+    score_ahead,
     shares_prefixes,
     states,
 )
@@ -255,7 +257,8 @@ class Trainer:
         It is negative for a token that a step makes more likely. If the loss isn't finite, all values are NaN.
         """
         part = prepared.batch.part(None, self.ranks.add_up)
-        found = self._whole(prepared.rows, part, Context(moments=self.moments), Accumulated())
+        scores = self._score_live(prepared.rows, part)
+        found = self._whole(scores, part, Context(moments=self.moments), Accumulated())
         return found[0] if found else torch.full((len(part.live),), float("nan"))
 
     def _gradient(
@@ -338,13 +341,21 @@ class Trainer:
             return done
         context = Context(sums=done.sums, moments=self.moments, parts=done.parts)
         # If a token's loss depends on tokens in other micro-batches, the loss is computed first, from all log-probs.
-        whole = None if self.recipe.local or len(micros) == 1 else self._whole(rows, part, context, done)
+        whole, ahead = None, deque[Tensor]()
+        if not self.recipe.local and len(micros) > 1:
+            alone = balance is None and not self.ranks.joint
+            scores, kept = self._score_ahead(micros, part) if alone else (self._score_live(rows, part), [])
+            whole = self._whole(scores, part, context, done)
+            ahead.extend(kept)
+            del kept  # so that each is freed after its backward pass
         tensors: list[Tensor] = []
         pulls: list[Tensor] | None = None
         for micro in micros:
             if done.skipped is None:
                 loss = self._by_chunk(part, micro, whole)
-                scores, aux = self.ranks.run(self.model, partial(self._forward, micro, balance, done.sums, loss))
+                hidden = ahead.popleft() if ahead else None
+                forward = partial(self._forward, micro, balance, done.sums, loss, hidden=hidden)
+                scores, aux = self.ranks.run(self.model, forward)
                 if aux is not None:
                     context.add_part("aux", float(aux.detach()))
                 tensors, pulls = self._pulls(micro, scores, aux, whole, part, context, done)
@@ -412,15 +423,25 @@ class Trainer:
         # `_pulls` adds the metrics, so those of a chunk are dropped with its context.
         return lambda lp, at: part.loss(lp, None, micro.index[at], Context(moments=self.moments), betas)
 
-    def _whole(self, rows: Sequence[Row], part: objective.Part, context: Context, done: Accumulated) -> list[Tensor]:
-        """Return the gradient of the loss with respect to all log-probs (and entropies). This is needed if the loss of
-        a token depends on other tokens.
+    def _score_live(self, rows: Sequence[Row], part: objective.Part) -> Scores:
+        """Score the tokens that have a loss, without gradient."""
+        return self._score(self.model, rows, self.vision, entropy=self.recipe.needs_entropy, live=part.live)
 
-        All tokens are scored here without a graph, and the loss is differentiated with respect to these scores. A
-        second pass then runs backward from the resulting gradients, micro-batch by micro-batch. The sum is the same as
-        with one graph over the whole batch, but needs only the memory of one micro-batch.
+    def _score_ahead(self, micros: Sequence[Micro], part: objective.Part) -> tuple[Scores, list[Tensor]]:
+        """Do the same, and return hidden states of the first micro-batches too (`score_ahead`). What they keep in
+        memory is at most what the largest micro-batch may need."""
+        how, most = self.recipe.score, self.options.micro_tokens
+        with casting(self.model, self.options.forward_dtype):
+            entropy = self.recipe.needs_entropy
+            return score_ahead(self.model, micros, len(part.live), how, entropy=entropy, most=most)
+
+    def _whole(self, scores: Scores, part: objective.Part, context: Context, done: Accumulated) -> list[Tensor]:
+        """Return the gradient of the loss with respect to all log-probs (and entropies), which are the `scores`. This
+        is needed if the loss of a token depends on other tokens.
+
+        A second pass then runs backward from these gradients, micro-batch by micro-batch. The sum is the same as with
+        one graph over the whole batch, but needs only the memory of one micro-batch.
         """
-        scores = self._score(self.model, rows, self.vision, entropy=self.recipe.needs_entropy, live=part.live)
         # Only live tokens were scored. The loss of the others is 0 whatever their log-prob is.
         index = part.live.nonzero()[:, 0]
         leaves = [t[index].requires_grad_() for t in scores if t is not None]
@@ -447,16 +468,24 @@ class Trainer:
         return self.ranks.run(self.model, partial(load, body, micros, self.ranks.add_up, self.model))
 
     def _forward(
-        self, micro: Micro, load: Load | None, sums: Sums, loss: TokenLoss | None, *, demonstrations: bool = False
+        self,
+        micro: Micro,
+        load: Load | None,
+        sums: Sums,
+        loss: TokenLoss | None,
+        *,
+        demonstrations: bool = False,
+        hidden: Tensor | None = None,
     ) -> tuple[Scores, Tensor | None]:
         """Return the scores of the micro-batch's tokens, and its part of the load-balancing loss or None without
-        `load`. Demonstrations are scored at temperature 1, without entropy. For `loss`, see `read_out`."""
+        `load`. Demonstrations are scored at temperature 1, without entropy. For `loss`, see `read_out`. `hidden` are
+        the hidden states, if they are known already."""
         recipe, body = self.recipe, parts(self.model)[0]
         how = recipe.score.model_copy(update={"temperature": "one"}) if demonstrations else recipe.score
         aux = None
         with casting(self.model, self.options.forward_dtype):
             if load is None:
-                hidden = states(body, micro, self.model)
+                hidden = states(body, micro, self.model) if hidden is None else hidden
             else:
                 hidden, logits = routed(body, micro, self.model)
                 part, name = (

@@ -17,6 +17,8 @@ from tapereel.finetune.data.stream import Stream
 from tapereel.finetune.objective import Context, Weigh
 from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.trainer import trainer
+from tapereel.finetune.trainer.logprobs import score_ahead
 from tapereel.finetune.trainer.options import OptimiserConfig
 from tapereel.finetune.trainer.trainer import Trainer
 
@@ -222,3 +224,26 @@ def test_weights_add_up_to_one_where_they_are_means(seed, weigh, flat):
     if weigh in ("token", "episode", "turn", "group"):
         assert float(part.weight.sum()) == pytest.approx(1.0, rel=1e-12)
     assert Weigh(kind=weigh).kind == weigh
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_loss_over_episodes_forwards_tokens_once_as_far_as_memory_allows(entropy, monkeypatch):
+    """GSPO needs all log-probs before its gradient. What it computed for them is used again, with the same bits."""
+    model = tiny_model()
+    rows, episodes = batch(model=model)
+    changes = {"regulariser": [{"kind": "entropy", "coefficient": 0.1}]} if entropy else {}
+    recipe, forwards = get_recipe("gspo", changes), list[int]()
+    model.model.register_forward_hook(lambda *_: forwards.append(1))
+
+    def found(micro, **other):
+        monkeypatch.setattr(trainer, "score_ahead", lambda *args, **named: score_ahead(*args, **(named | other)))
+        forwards.clear()
+        return gradient(model, recipe, rows, episodes, micro_tokens=micro), len(forwards)
+
+    for micro in (9, 25, 40):
+        (loss, grads), once = found(micro)
+        (again, others), twice = found(micro, most=0)
+        assert once < twice
+        assert loss == again
+        assert all(torch.equal(grads[name], others[name]) for name in grads.keys() | others.keys())
+    assert found(40, most=10_000)[1] == found(40, most=0)[1] / 2
