@@ -4,8 +4,9 @@ If processes share the weights, each writes its part of the weights and of the t
 `policy` and `trainer` (torch.distributed.checkpoint). Any number of processes can read them, also a single one.
 
 A checkpoint holds the policy in Hugging Face format and the trainer's state (optimiser, counts, reward moments, KL
-coefficients, running average, critic, random numbers). `taught.jsonl` has the digests of every tape that was trained
-on. `state.json` has the facts that the loop needs to continue the run, and that an auditor checks.
+coefficients, running average, critic, random numbers). Weights that this format lacks or changes, as those below
+adapters, are in `policy.pt` with all others. `taught.jsonl` has the digests of every tape that was trained on.
+`state.json` has the facts that the loop needs to continue the run, and that an auditor checks.
 
 Reading a checkpoint unpickles nothing: tensors are read from safetensors or with `torch.load(weights_only=True)`.
 """
@@ -25,7 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -34,6 +36,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from ...agents.engines.embedded.pretrained import load_weights, quiet_transformers, weights_digest
+from ...agents.engines.weights.weight_files import DTYPES
 from ...agents.vision.vision import PictureTokens
 from ...tapes.common.text import logger
 from ...tapes.errors import TapereelError
@@ -48,6 +51,11 @@ T = TypeVar("T")
 Digest = Callable[[str | None], str]
 """Function that takes the recorded digest of some weights, and returns the digest that they have (`weights_digest`)."""
 STATE, TAUGHT = "state.json", "taught.jsonl"
+HF, ALONE = "hf", "policy.pt"
+"""The folder in Hugging Face format, and the file with the weights that one process writes if that folder isn't
+enough."""
+TIED = "tied"
+"""Key in `state.json` of the weights that are in `hf` under another name. Its value is the other name."""
 POLICY, TRAINER = "policy", "trainer"
 """Folders with the parts that several processes have written."""
 PIECES = "pieces.json"
@@ -82,8 +90,22 @@ class Checkpoint:
         return self._load("trainer.pt")
 
     def mapped(self, name: str) -> dict[str, object]:
-        """Return the content of `policy.pt` or `trainer.pt`. Its tensors are read from the file when they are used."""
+        """Return the content of a file such as `trainer.pt`. Its tensors are read from the file when they are used."""
         return self._load(name, mmap=True)
+
+    def stored(self) -> dict[str, Tensor]:
+        """Return the policy's parameters by name, as one process has written them. They are read from their files when
+        they are used, and no digest is checked."""
+        if (self.path / ALONE).exists():
+            return cast("dict[str, Tensor]", self.mapped(ALONE))
+        folder, found = self.path / HF, dict[str, Tensor]()
+        try:
+            for path in sorted(folder.glob("model*.safetensors")):
+                with REAL.open(path):  # raises an error for a pipe, which would never end
+                    found |= load_file(path)
+            return found | {name: found[other] for name, other in self.state.get(TIED, {}).items()}
+        except (OSError, SafetensorError, KeyError, AttributeError, TapereelError) as error:
+            raise BadCheckpoint(f"{folder} can't be read: {type(error).__name__}: {error}") from error
 
     @property
     def shared(self) -> bool:
@@ -98,7 +120,7 @@ class Checkpoint:
 
     def weights(self) -> dict[str, Tensor]:
         """Return the policy's parameters by name. Raises BadCheckpoint if their digest isn't the recorded one."""
-        weights = read_parts(self.path / POLICY) if self.shared else self._load("policy.pt")
+        weights = read_parts(self.path / POLICY) if self.shared else self.stored()
         self.check(lambda recorded: weights_digest(weights, recorded))
         return weights
 
@@ -164,10 +186,36 @@ class ModelWeights:
         return copy.deepcopy(self.model)
 
     def save(self, folder: Path) -> dict[str, object]:
-        """Write the weights to `folder`. If processes share them, write the tensors of the trainer's state too, and
-        return the rest of this state."""
-        torch.save(copied_weights(self.model), folder / "policy.pt")
+        """If processes share the weights, write them to `folder`, and the tensors of the trainer's state too. Return
+        the rest of this state."""
         return {}
+
+    def save_rest(self, folder: Path) -> dict[str, object]:
+        """Write the weights to `folder`, unless its `hf` has them. Return what `state.json` must say about that."""
+        if self.shared:
+            return {}
+        if (tied := self.tied(folder)) is not None:
+            return {TIED: tied}
+        torch.save(self.model.state_dict(), folder / ALONE)
+        return {}
+
+    def tied(self, folder: Path) -> dict[str, str] | None:
+        """Return the weights that `folder / "hf"` has under another name, with this name. Return None if it lacks a
+        weight, or may hold a converted one."""
+        model: Any = self.model
+        if hasattr(model, "peft_config") or getattr(model, "_weight_conversions", None):
+            return None
+        first, tied, state = dict[Tensor, str](), dict[str, str](), self.model.state_dict(keep_vars=True)
+        there = _described(folder / HF)
+        for name in sorted(state, key=lambda name: name not in there):
+            tensor = state[name]
+            if (DTYPES.get(str(tensor.dtype)), list(tensor.shape)) == there.get(name):
+                first[tensor] = name
+            elif name in there or tensor not in first:
+                return None
+            else:
+                tied[name] = first[tensor]
+        return tied
 
     def save_pretrained(self, folder: Path, averaged: Mapping[str, Tensor] | None = None) -> None:
         """Write the model in Hugging Face format, if it can be. With `averaged`, these weights replace its own."""
@@ -195,6 +243,16 @@ class ModelWeights:
     def call(self, function: Callable[..., T], **arguments: object) -> T:
         """Return `function(model, **arguments)`."""
         return function(self.model, **arguments)
+
+
+def _described(folder: Path) -> dict[str, tuple[str, list[int]]]:
+    """Return dtype and shape of each tensor in the model's files in `folder`."""
+    found: dict[str, tuple[str, list[int]]] = {}
+    for path in folder.glob("model*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                found[name] = (file.get_slice(name).get_dtype(), file.get_slice(name).get_shape())
+    return found
 
 
 def copied_weights(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -388,13 +446,14 @@ def save_checkpoint(
     trainer_state = {**trainer_state, **held.save(partial)}
     torch.save(trainer_state, partial / "trainer.pt")
     averaged = cast("dict[str, Tensor] | None", trainer_state.get("averaged"))
-    for folder, weights in (("hf", None), *([("hf-averaged", averaged)] if averaged else [])):
+    for folder, weights in ((HF, None), *([("hf-averaged", averaged)] if averaged else [])):
         held.save_pretrained(partial / folder, weights)
         (partial / folder / "README.md").unlink(missing_ok=True)  # peft's model card, a template with nothing filled in
         if tokenizer is not None:
             tokenizer.save_pretrained(partial / folder)
         if pictures is not None:
             pictures.save(partial / folder)
+    full |= held.save_rest(partial)
     (partial / STATE).write_text(json.dumps(full, indent=1, sort_keys=True) + "\n")
     for path in (*partial.rglob("*"), partial):
         _sync(path)

@@ -188,7 +188,7 @@ class Processes(ModelWeights):
         if broken := self.damage(checkpoint):
             raise BadCheckpoint(broken[0])
         if not checkpoint.shared:
-            checkpoint.check(partial(weights_digest, cast("dict[str, Tensor]", checkpoint.mapped("policy.pt"))))
+            checkpoint.check(partial(weights_digest, checkpoint.stored()))
         self.on_all(Processes._read, checkpoint=checkpoint)
         checkpoint.check(self.digest)
 
@@ -398,7 +398,7 @@ class Processes(ModelWeights):
             read_parts(checkpoint.path / POLICY, own, self.ranks.group)
             return
         with torch.no_grad():
-            for name, tensor in self.ranks.part(cast("dict[str, Tensor]", checkpoint.mapped("policy.pt")), own).items():
+            for name, tensor in self.ranks.part(checkpoint.stored(), own).items():
                 own[name].copy_(tensor)
 
     def _resume(self, checkpoint: Checkpoint) -> None:

@@ -92,7 +92,7 @@ FILES = [
     "checkpoints",
     *(
         f"{CHECKPOINT}/{name}"
-        for name in ("state.json", "taught.jsonl", "policy.pt", "trainer.pt", "hf/config.json", "hf/model.safetensors")
+        for name in ("state.json", "taught.jsonl", "trainer.pt", "hf/config.json", "hf/model.safetensors")
     ),
     f"{CHECKPOINT}/hf/tokenizer.json",
     f"{CHECKPOINT}/hf",

@@ -270,7 +270,6 @@ def test_a_deleted_checkpoint_is_no_damage(run: Path) -> None:
 
 CHECKPOINT = Path("checkpoints") / "update-000003"
 DAMAGES = {
-    "policy.pt": "bit",
     "trainer.pt": "empty",
     "state.json": "empty",
     "state.json ": "lineage",

@@ -253,7 +253,9 @@ def test_a_checkpoint_is_durable_before_it_has_its_name(tmp_path: Path, monkeypa
         made = save_checkpoint(tmp_path / "run" / "checkpoints", model(), {"steps": 1}, {}, update=update, taught={})
         for path in renamed:
             assert synced.left(made.path / path) == (made.path / path).read_bytes(), "and its name when it is saved"
-    assert {"state.json", "taught.jsonl", "policy.pt", "trainer.pt", "hf/config.json"} <= set(map(str, renamed))
+    assert {"state.json", "taught.jsonl", "trainer.pt", "hf/config.json", "hf/model.safetensors"} <= set(
+        map(str, renamed)
+    )
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_ranks_read_nothing_of_a_damaged_checkpoint(tmp_path: Path, shared: bool
     with torch.no_grad():
         for p in processes.model.parameters():
             p.zero_()
-    file = next(made.path.glob("policy/*.safetensors" if shared else "policy.pt"))
+    file = next(made.path.glob("policy/*.safetensors" if shared else "hf/model.safetensors"))
     whole = file.read_bytes()
     at = places(file)["model.norm.weight"][0] if shared else len(whole) // 2
     file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
