@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...agents.runs.pass_at_k import Interval
@@ -40,12 +41,12 @@ tapereel train --config runs/digits/config.yaml --out runs/digits --resume
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     add_scene_arguments(parser)
-    add_config_arguments(parser, " and the memory and tokens that training needs")
+    add_config_arguments(parser, " and the memory, tokens and time that training needs")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, and print the summary."""
-    from ...finetune.api.estimate import estimate
+    from ...finetune.api.estimate import estimate, seconds
     from ...finetune.run.train_config import TrainConfig
     from ...finetune.trainer.options import fitted
 
@@ -59,8 +60,11 @@ def run(args: argparse.Namespace) -> int:
         if needs is not None:
             who = f"on rank 0 of {ranks}, " if ranks > 1 else ""
             lines = write_yaml({f"at most, {who}at the moment with the largest sum": needs}).splitlines()
+        took = None if args.out is None else seconds(config, Path(args.out))
+        unmeasured = ["time: unknown until --out names a run with two updates"]
+        lines += unmeasured if took is None else write_yaml({f"seconds, as measured in {args.out}": took}).splitlines()
         data = config.model_dump(mode="json")
-        answer(args, data | {"estimate": needs}, dump_config(config), *(f"# {line}" for line in lines))
+        answer(args, data | {"estimate": needs, "seconds": took}, dump_config(config), *(f"# {line}" for line in lines))
         return Exit.HOLDS
     out = run_directory(args)
     config, setup = config.checked(args.resume).resolve()

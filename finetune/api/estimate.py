@@ -6,8 +6,14 @@ allocator.
 
 from __future__ import annotations
 
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import cast
+
 from ...agents.setup.engine_config import EmbeddedConfig
 from ...agents.setup.profiles import shape_of
+from ...tapes.store.run_directory import METRICS, read_metrics
 from ..loop.loop_config import OWN, SECOND
 from ..run.player_config import adapters_of
 from ..run.train_config import TrainConfig
@@ -131,6 +137,18 @@ def estimate(config: TrainConfig, ranks: int = 1) -> dict[str, dict[str, float]]
         kept = {"optimiser": moments, "critic": learnt * 2 if valued else 0}
         needs["GiB of main memory"] = _gib({name: size // parts for name, size in kept.items()})
     return {**needs, "tokens": {"episode": episode, "update": batch, "run": loop.updates * batch + measured}}
+
+
+def seconds(config: TrainConfig, run: Path) -> dict[str, float] | None:
+    """Return how many seconds an `update` took in the directory `run`, as the median, and the rest of `loop.updates`
+    will take (`left`, without evaluations). Return None if fewer than two updates in a row were made there."""
+    lines = [line for line in read_metrics(run / METRICS) if line["phase"] == "rl"]
+    ends = [cast(float, line.get("perf/wall_seconds") or 0.0) for line in lines]  # missing if it was re-applied
+    took = [end - begin for begin, end in pairwise(ends) if end > begin]  # each process counts from its own begin
+    if not took:
+        return None
+    update = median(took)
+    return {"update": round(update, 2), "left": round(update * max(config.loop.updates - len(lines), 0))}
 
 
 def _gib(sizes: dict[str, int]) -> dict[str, float]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+import tapereel as tr
 from tapereel.agents.engines.embedded.pretrained import load_pretrained
 from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
 from tapereel.agents.setup.profiles import shape_of
@@ -23,7 +24,9 @@ from tapereel.finetune.trainer import lm_head
 from tapereel.finetune.trainer.logprobs import be_still
 from tapereel.finetune.trainer.options import fitted
 from tapereel.tapes.common.config import load_config
+from tapereel.tapes.store.run_directory import read_metrics
 
+from ...toy_envs import Echo
 from ..trainer.seen import png, shown
 from ..trainer.seen import saved as saved_vision
 
@@ -123,6 +126,22 @@ def test_a_dry_run_prints_the_estimate_below_a_configuration_that_can_be_read_ba
     assert made["tokens"]["update"] == 8 * 8 * 10 * 256  # groups, attempts, turns, tokens of profile `light`
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["estimate"] == made
+
+
+def test_a_dry_run_says_how_long_the_rest_of_a_run_will_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = tmp_path / "run"
+    model = tr.save_tiny_model(tmp_path / "model", size="micro")
+    settings = {"loop.groups": 1, "loop.group_size": 2, "loop.sampling.max_tokens": 2, "evaluation.fraction": 0}
+    tr.train(tr.ChatAgent(), Echo, ["a"], model, updates=3, out=run, settings=settings)
+    words = ["train", "--config", str(run / "config.yaml"), "--set", "loop.updates=1003", "--dry-run", "--json"]
+    assert main([*words, "--out", str(run)]) == 0
+    found = json.loads(capsys.readouterr().out)["seconds"]
+    assert found["left"] == pytest.approx(1000 * found["update"], abs=6)
+    ends = [line["perf/wall_seconds"] for line in read_metrics(run / "metrics.jsonl")]
+    assert ends[0] < ends[1] < ends[2]
+    assert min(ends[1] - ends[0], ends[2] - ends[1]) - 0.01 < found["update"] < ends[2]
+    assert main([*words, "--out", str(tmp_path / "none")]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] is None
 
 
 def test_a_full_model_costs_four_copies_and_adapters_cost_little(tmp_path: Path):
