@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -123,6 +124,15 @@ EPISODES: tuple[Default, ...] = (
 SLOTS = Default("engine.slots", 64, 16, 16, "a float32 KV cache of 64 times 4096 tokens fits on no GPU", 0, None)
 
 
+@cache
+def computes_bfloat16(about: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this machine's CPU multiplies matrices in bfloat16. On others, autocast saves no time."""
+    try:
+        return re.search(r"^(flags|Features)\s*:.*\b(avx512_bf16|amx_bf16|bf16)\b", about.read_text(), re.M) is not None
+    except OSError:
+        return False
+
+
 def fitted(config: ConfigT) -> ConfigT:
     """Return the configuration of a run with each unset setting filled from the profile.
 
@@ -155,6 +165,8 @@ def fill(config: ConfigT, rows: Iterable[Default], policy: object, above: str = 
         key, source, factor = row.key, row.source, row.far
         if "checkpointing" in key and (shape is None or shape.drops):
             continue  # the trainer refuses checkpointing for a model with dropout
+        if "autocast" in key and not computes_bfloat16():
+            continue
         value: Any = row.value(name, adapted)
         made, present = _put(config, key.split("."), value)
         if made != config:

@@ -12,6 +12,7 @@ import pytest
 import tapereel as tr
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.agents.runs.runner import RunConfig
+from tapereel.agents.setup import profiles
 from tapereel.agents.setup.profiles import fitted as fitted_run
 from tapereel.agents.setup.profiles import shape_of
 from tapereel.finetune.run.train_config import TrainConfig
@@ -93,13 +94,46 @@ SMOLLM |= {"head_dim": 64, "intermediate_size": 1536, "vocab_size": 49152}
 """SmolLM2-135M."""
 
 
+@pytest.mark.parametrize("narrow", [True, False])
 @pytest.mark.parametrize(("lora", "rate"), [((), 1e-5), (("trainer.lora.rank=16",), 3e-4)])
-def test_a_light_model_gets_an_update_that_a_cpu_can_compute(folder: Path, lora: tuple[str, ...], rate: float):
+def test_a_light_model_gets_an_update_that_a_cpu_can_compute(
+    folder: Path, lora: tuple[str, ...], rate: float, narrow: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(profiles, "computes_bfloat16", lambda: narrow)
     (folder / "config.json").write_text(json.dumps(SMOLLM))
     made = train_config(folder, *lora)
     optimiser = made.loop.optimiser
     assert (optimiser.lr, optimiser.gradient_checkpointing, optimiser.micro_tokens) == (rate, False, 1024)
     assert (made.loop.groups, made.loop.group_size, made.loop.sampling.max_tokens) == (8, 8, 256)
+    assert optimiser.schedule.warmup == 3
+    # All weights under autocast learned at a fraction of the pace: docs/project/learning.md
+    assert optimiser.autocast == ("bfloat16" if lora and narrow else None)
+    assert train_config(folder, *lora, "loop.optimiser.autocast=null").loop.optimiser.autocast is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "narrow"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16 pni", True),
+        ("flags\t\t: fpu amx_bf16", True),
+        ("Features\t: fp asimd bf16 i8mm", True),
+        ("flags\t\t: fpu avx2 avx512f avx512_vnni", False),
+        ("model name\t: amx_bf16", False),
+    ],
+)
+def test_the_flags_of_a_cpu_say_whether_it_computes_in_bfloat16(tmp_path: Path, flags: str, narrow: bool):
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\nbugs\t: none\n")
+    assert profiles.computes_bfloat16(tmp_path / "cpuinfo") is narrow
+    assert not profiles.computes_bfloat16(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("setting", ["loop.optimiser.lr=2e-5", "loop.sampling.max_tokens=16", "loop.groups=4"])
+def test_a_setting_that_suits_a_light_model_is_not_called_far(
+    folder: Path, setting: str, caplog: pytest.LogCaptureFixture
+):
+    (folder / "config.json").write_text(json.dumps(SMOLLM))
+    train_config(folder, setting)
+    assert [line for line in caplog.messages if " far " in line] == []
 
 
 def test_only_a_tiny_model_sets_the_number_of_threads(folder: Path, tmp_path_factory: pytest.TempPathFactory):
