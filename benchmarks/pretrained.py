@@ -4,8 +4,8 @@
                                     [--updates N] [--threads N] [--set KEY=VALUE ...] [--docs DIR]
 
 MODEL is a folder, a GGUF file or a name on the hub. Each run is `tr.train(agent, env, tasks, model)` in a process
-of its own, one after the other. Only the number of updates, the seed and greedy evaluations are set, beside what the
-arm and `--set` set:
+of its own, one after the other. Only the number of updates and the seed are set, beside what the arm and `--set` set
+(`--set evaluation.greedy=true` measures that too):
 
     all        all weights
     lora       LoRA adapters of rank 16
@@ -43,8 +43,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "lora": {"trainer.lora.rank": 16, "trainer.lora.alpha": 32},
     "shuffled": {"loop.shuffle_rewards": "across"},
 }
-MEASURED = {"evaluation.greedy": True}
-UPDATES = 16
+UPDATES = 12
 
 
 def main() -> None:
@@ -97,8 +96,10 @@ def in_own_process(args: argparse.Namespace, task: str, arm: str, seed: int) -> 
 def measured(args: argparse.Namespace, task: str, arm: str, seed: int) -> dict[str, Any]:
     """The run's line."""
     scene, began = SCENES[task](), time.monotonic()
+    commit = ["git", "rev-parse", "--short=8", "HEAD"]
+    commit = subprocess.run(commit, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     imports = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    settings = MEASURED | ARMS[arm] | dict(text.split("=", 1) for text in args.sets)
+    settings = ARMS[arm] | dict(text.split("=", 1) for text in args.sets)
     name = "-".join([task, arm, str(seed), *(text.rpartition(".")[2] for text in args.sets)])
     out = args.out / f"{name}-{args.updates}-{time.strftime('%H%M%S')}"
     said = live()
@@ -112,9 +113,7 @@ def measured(args: argparse.Namespace, task: str, arm: str, seed: int) -> dict[s
         "threads": args.threads,
         "load": os.getloadavg()[0],
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True
-        ).stdout.strip(),
+        "commit": commit,
         "hardware": hardware(),
         "run": str(out),
     }

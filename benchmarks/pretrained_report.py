@@ -31,7 +31,7 @@ def table(runs: Sequence[Run]) -> str:
     for run in runs:
         trained = ", ".join([STYLES[run["arm"]][1], *(f"`{text}`" for text in run["sets"])])
         sampled = f"{_mean(run['sampled_before'])} -> {_with_interval(run['sampled_after'])}"
-        greedy = f"{_mean(run['greedy_before'])} -> {_mean(run['greedy_after'])}"
+        greedy = f"{_mean(run['greedy_before'])} -> {_mean(run['greedy_after'])}" if "greedy_after" in run else ""
         change = _with_interval(run["sampled_change"], "+.3f")
         spent = (f"{run['cpu_seconds']:.0f}", f"{run['wall_seconds']:.0f}", f"{run['peak_gb']:.1f}")
         lines.append(_line([run["task"], trained, run["seed"], run["updates"], sampled, change, greedy, *spent]))
