@@ -6,6 +6,7 @@ Each method reads from the directory how far an earlier process got, and continu
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -64,10 +65,14 @@ def base_rate(before: Evaluations) -> str:
     sampled = before["sampled"]
     means = ", ".join(f"{fixed(part.mean)} {name}" for name, part in before.items())
     said = f"mean reward before training: {means} ({sampled.n} held-out episodes)"
-    if sampled.error or sampled.mean not in (0.0, 1.0):
+    if not _flat(sampled):
         return said
     way = "easier tasks, a warm start (warm.tapes) or a larger model" if sampled.mean == 0 else "harder tasks"
     return f"{said}. RL compares better attempts with worse ones, and there was no difference: take {way}"
+
+
+def _flat(found: HeldOut) -> bool:
+    return not found.error and found.mean in (0.0, 1.0)
 
 
 class Training:
@@ -285,7 +290,8 @@ class Training:
                 results.before = await self.evaluate(engine, "before")
             self._note_evaluation(0, results.before)
             self.run.save()
-            log.info("%s", base_rate(results.before))
+            level = logging.WARNING if _flat(results.before["sampled"]) else logging.INFO
+            log.log(level, "%s", base_rate(results.before))
         try:
             await self._make_updates()
         except BaseException:

@@ -70,12 +70,13 @@ def warn_once(log: logging.Logger, sentence: str) -> None:
 
 
 class TerminalHandler(logging.Handler):
-    """Prints a record from any logger on stderr, escaped: warnings, and the settings that a profile has chosen. Without
-    this handler, a script that calls `tapereel.train` prints only the warnings."""
+    """Prints a record from any logger on stderr, escaped: warnings, the settings that a profile has chosen, and rewards
+    before training. Without this handler, a script that calls `tapereel.train` prints only the warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        logging.getLogger("tapereel.profile").setLevel(logging.INFO)
+        for name in ("model", "profile", "train"):
+            logging.getLogger(f"tapereel.{name}").setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:
         tell(self.format(record))

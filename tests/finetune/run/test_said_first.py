@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+import tapereel as tr
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
+from tapereel.cli import main
 from tapereel.finetune.loop.loop_config import LoopConfig
 from tapereel.finetune.run.load_policy import check_rate
 from tapereel.finetune.run.training import base_rate
@@ -29,6 +33,34 @@ def test_rewards_without_a_difference_get_one_sentence_more(mean: float | None, 
     said = base_rate({"sampled": held_out(mean, error)})
     assert ("there was no difference" in said) == (way is not None)
     assert way is None or way in said
+
+
+SCENE = """import tapereel as tr
+
+class Coin(tr.Environment):
+    async def reset(self, task):
+        return "heads or tails"
+
+    async def step(self, action):
+        return tr.Outcome(reward=float(sum(map(ord, action.text)) % 2), terminated=True)
+
+agent, tasks = tr.ChatAgent(max_tokens=2), list(range(40))
+"""
+
+
+def test_the_command_line_says_the_base_rate_before_the_first_update(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "scene.py"
+    file.write_text(SCENE)
+    scene = [f"--agent={file}:agent", f"--env={file}:Coin", f"--tasks={file}:tasks"]
+    model = tr.save_tiny_model(tmp_path / "model", size="micro")
+    sets = ["loop.updates=1", "loop.groups=1", "loop.group_size=8", "evaluation.fraction=0.5"]
+    words = [f"--model={model}", f"--out={tmp_path / 'run'}", *(f"--set={one}" for one in sets)]
+    assert main(["train", *scene, *words]) == 0
+    said = capsys.readouterr().err
+    assert "there was no difference" not in said
+    assert 0 < said.index("mean reward before training: 0.") < said.index("improving by rollouts: 1/1")
 
 
 @pytest.mark.parametrize(
