@@ -30,9 +30,9 @@ class Shop(ToolEnvironment):
     def __init__(self) -> None:
         super().__init__([self.price])
 
-    def price(self, item: str) -> int:
+    def price(self, item: str) -> str:
         """The price of an item."""
-        return PRICES[item]
+        return f"The {item} costs {PRICES[item]}."
 
     async def prompt(self, task: tr.Task) -> str:
         return f"What is the price of the {task.public}?"

@@ -1,11 +1,11 @@
-"""SmolLM2-135M learns the first letter of a word in some minutes on a CPU: `python examples/first_letter.py`.
+"""SmolLM2-135M learns the first letter of a word in some minutes on a CPU: `python examples/first_letter.py [MODEL]`.
 
-The model comes from the Hugging Face Hub (0.27 GB). Give a folder or a GGUF file to use another one.
+MODEL is a name on the Hugging Face Hub (by default 0.27 GB), a folder or a GGUF file.
 """
 
 import re
 import sys
-from pydoc_data.topics import topics  # Python's own help, as a list of words
+from pydoc_data.topics import topics  # Python's own help pages, for their words
 
 import tapereel as tr
 
@@ -25,5 +25,5 @@ class FirstLetter(tr.Environment):
 
 if __name__ == "__main__":
     model = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
-    run = tr.train(agent, FirstLetter, words, model, updates=16, out="runs/first-letter")
+    run = tr.train(agent, FirstLetter, words, model, updates=12, out="runs/first-letter")
     print(run.summary.held_out["before"], "->", run.summary.held_out["after"])

@@ -30,12 +30,11 @@ from tapereel.tapes.common.hub import model_folder
 CLOSE = 1e-4
 """Nats by which a log-prob that an engine recorded may differ from that of a plain forward pass in float32."""
 ROWS = RUN.with_name("rows.jsonl")
-TASK = str(Path(__file__).with_name("first_letter.py"))
-SCENE = [f"--{part}={TASK}:{name}" for part, name in (("agent", "agent"), ("env", "FirstLetter"), ("tasks", "tasks"))]
+TASK = str(Path(__file__).resolve().parents[2] / "examples" / "first_letter.py")
+SCENE = [f"--{part}={TASK}:{name}" for part, name in (("agent", "agent"), ("env", "FirstLetter"), ("tasks", "words"))]
 SETTINGS = [
     "loop.groups=4",
     "loop.group_size=8",
-    "loop.sampling.max_tokens=12",
     "loop.optimiser.lr=1e-5",
     "loop.optimiser.schedule.warmup=0",
     "evaluation.limit=8",

@@ -46,6 +46,13 @@ def started(name: str, *words: str, cwd: Path) -> str:
     return done.stdout
 
 
+def test_first_letter(tmp_path: Path):
+    """With a model that knows nothing. tests/contract/smollm_run.py trains SmolLM2-135M on it."""
+    out = started("first_letter.py", tr.save_tiny_model(tmp_path / "model", size="micro"), cwd=tmp_path)
+    assert re.search(r"^0\.0\d* -> 0\.0\d*$", out, re.MULTILINE)
+    assert tr.open(tmp_path / "runs" / "first-letter").verify().verdict == "holds"
+
+
 def test_hello(tmp_path: Path):
     out = started("hello.py", cwd=tmp_path)
     assert out.splitlines() == [
