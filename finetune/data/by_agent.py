@@ -42,6 +42,8 @@ class TurnRewards:
     """(turns,) the rewards that all agents share in each turn. None if there are none, which isn't the same as zero."""
     components: dict[str, float]
     """The unweighted sum of each reward component, by name."""
+    weights: dict[str, float]
+    """The weight of each component that has one other than 0."""
 
 
 def turn_rewards(tape: Tape) -> TurnRewards:
@@ -51,11 +53,13 @@ def turn_rewards(tape: Tape) -> TurnRewards:
     alone: dict[str, NDArray[np.float64]] = {}
     shared: NDArray[np.float64] | None = None
     components: dict[str, float] = {}
+    weights: dict[str, float] = {}
     for reward in counted(tape):
         components[reward.name] = components.get(reward.name, 0.0) + reward.value
         turn = min(tape.entries[reward.step].turn, turns - 1) if reward.step is not None else turns - 1
         if not reward.weight:
             continue
+        weights[reward.name] = reward.weight
         path = addressed(reward.name)
         if path is not None:
             mine = alone.setdefault(path, np.full(turns, np.nan))
@@ -64,7 +68,7 @@ def turn_rewards(tape: Tape) -> TurnRewards:
         for earned in (whole, mine):
             before = 0.0 if np.isnan(earned[turn]) else earned[turn]
             earned[turn] = before + reward.weight * reward.value
-    return TurnRewards(whole, alone, shared, components)
+    return TurnRewards(whole, alone, shared, components, weights)
 
 
 def rewards_of(tape: Tape, paths: Iterable[str]) -> dict[str, float | None]:
@@ -96,6 +100,7 @@ def _part(episode: Episode, path: str) -> Episode:
         group=f"{episode.group}#{path}",
         reward=_total(both),
         turn_rewards=both,
+        weights={name: weight for name, weight in episode.weights.items() if addressed(name) in (None, path)},
         fork=None if episode.fork is None else f"{episode.fork}#{path}",
     )
 

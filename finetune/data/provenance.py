@@ -84,6 +84,7 @@ def episode_of(tape: Tape) -> Episode:
         reward=total,
         turn_rewards=earned.whole if total is not None else None,
         components=earned.components,
+        weights=earned.weights,
         status=tape.status,
         cause=tape.cause.type if tape.cause is not None else None,
         fork=f"{parent.tape}/{parent.turn}" if parent is not None else None,

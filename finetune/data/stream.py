@@ -44,6 +44,8 @@ class Episode:
     If None, the whole reward belongs to the last turn, and the others aren't scored."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Reward components by name, for recipes that weigh them differently."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """The weights with which the components add up to `reward`. Empty if they are unknown."""
     status: Status = Status.FINISHED
     cause: CauseType | None = None
     bootstrap: float | None = None
@@ -95,6 +97,7 @@ class Episodes:
     and so are all episodes of a group that aren't forks."""
     groups: tuple[str, ...]
     components: tuple[Mapping[str, float], ...]
+    weights: tuple[Mapping[str, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,4 +370,5 @@ def _episodes(rows: Sequence[Row], sizes: NDArray, of_row: NDArray, episodes: Se
         ),
         groups=tuple(groups.names),
         components=tuple(e.components for e in episodes),
+        weights=tuple(e.weights for e in episodes),
     )

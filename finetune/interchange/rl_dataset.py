@@ -343,7 +343,8 @@ class _Columns:
                 group=torch.from_numpy(group),
                 fork=torch.arange(n),
                 groups=groups,
-                components=(),
+                components=({},) * n,
+                weights=({},) * n,
             ),
             turns=turns,
         )

@@ -144,7 +144,7 @@ SECOND = {
     "distill": ("teacher",),
 }
 """For each recipe, the models that it needs in addition to the policy."""
-RECIPES = ("sft", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "cpgd", "rft", "rloo", "decoupled_ppo")
+RECIPES = ("sft", "grpo", "gdpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "cpgd", "rft", "rloo", "decoupled_ppo")
 RECIPES += ("reinforce", "reinforce_plain", "reinforce_pp", "reinforce_pp_baseline", *SECOND)
 """The names of all recipes. The module that defines the recipes has them too, but importing it would import torch."""
 

@@ -7,7 +7,7 @@ tokens, and `adjust` whitens and clips it. The module `loss` combines all terms.
 
 from .adjust import Adjust, ClipAdvantage, GroupWeights, Relu, Whiten
 from .anchor import Anchor
-from .baseline import Baseline, GroupBaseline
+from .baseline import Baseline, DecoupledBaseline, GroupBaseline
 from .credit import Credit, TimeCredit
 from .kl import Adaptive
 from .recipe import Score
@@ -35,6 +35,7 @@ __all__ = [
     "ClipAdvantage",
     "Context",
     "Credit",
+    "DecoupledBaseline",
     "Demonstrations",
     "Entropy",
     "EpisodeKL",

@@ -6,10 +6,11 @@ advantage. A unit is an episode, or a turn if rewards are per turn.
     loo        y = x - mean of the others = n / (n - 1) * (x - m)
     std        y = (x - m) / (s + eps),  s^2 = sum (x - m)^2 / (n - ddof)
     batch_std  y = (x - m) / (s_batch + eps), with the group's mean and the whole batch's deviation
+    decoupled  y = Y / (s_batch(Y) + eps),  Y = sum_k w_k (c_k - m(c_k)) / (s(c_k) + eps)
 
-m (mean), s (standard deviation) and n (count) are taken over the units in one group (by = group), the continuations
-from one fork point (by = fork) or the whole batch (by = batch). Units are grouped by id, never by position. An unscored
-unit is in no group.
+c_k is a component of the reward, and w_k its weight. m (mean), s (standard deviation) and n (count) are taken over the
+units in one group (by = group), the continuations from one fork point (by = fork) or the whole batch (by = batch).
+Units are grouped by id, never by position. An unscored unit is in no group.
 
 If the units are turns and `credit` is `returns` or `gae`, x is the turn's return or its GAE, so the credit comes before
 the baseline. By group and by fork, the k-th turn of an attempt is compared with the k-th turns of the others. All
@@ -24,13 +25,18 @@ tokens of the turn get y.
    supervision (DeepSeekMath, arXiv 2402.03300) subtracts the mean from each step's reward first and then adds up the
    differences, so every further turn costs the mean. Here, k counts turns with own tokens, and a k-th turn that only
    one attempt has gets advantage 0. With by = batch, all returns of the batch are compared.
+5. `decoupled` is GDPO (Liu et al. 2026, arXiv 2601.05242), with the weights as in TRL (`normalize_then_sum`). It needs
+   one reward per episode. What a `shape` adds to the reward is one more component, of weight 1. An episode that lacks a
+   component isn't compared in it. Y has mean 0 in each group, so the batch's mean isn't subtracted. Flat groups then
+   keep exactly 0.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, assert_never
+from typing import Annotated, Literal, Self, assert_never
 
 import torch
+from pydantic import model_validator
 from torch import Tensor
 
 from ..data import segments
@@ -139,7 +145,47 @@ class GroupBaseline(Baseline):
         return y
 
 
-AnyBaseline = Annotated[Baseline, Kinds(GroupBaseline)]
+class DecoupledBaseline(Baseline):
+    """Compares each component of the reward by itself, and adds up the results (GDPO). In a sum of components, the one
+    with the largest scale would decide the comparison."""
+
+    kind: Literal["decoupled"] = "decoupled"
+    eps: float = 1e-4
+    """Added to each standard deviation."""
+    ddof: Literal[0, 1] = 1
+    """Subtracted from the count n in the divisor of a variance."""
+
+    @model_validator(mode="after")
+    def _of_groups(self) -> Self:
+        if self.by == "batch":
+            raise ValueError("baseline 'decoupled' compares within groups or forks: set by to one of these, not batch")
+        return self
+
+    def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
+        table = stream.episodes
+        if len(x) != len(table.tape) or stream.turns.place is not None:
+            raise ValueError(
+                "baseline 'decoupled' compares the components of whole episodes, and the rewards are per turn: set "
+                "reward.per to episode, or take a baseline of kind std"
+            )
+        single = GroupBaseline(by=self.by, eps=self.eps, ddof=self.ddof)
+        single(x, scored, stream, context)  # for the metrics of groups, which are about the whole reward
+        y, rest = torch.zeros_like(x), x.clone()
+        for name in sorted({name for weights in table.weights for name in weights}):
+            weight = x.new_tensor([own.get(name, 0.0) for own in table.weights])
+            value = x.new_tensor([own.get(name, float("nan")) for own in table.components])
+            known = scored & ~value.isnan()
+            value = torch.where(known, value, 0.0)
+            y += weight * single(value, known, stream, Context())
+            rest -= weight * value
+        # The difference of equal sums is a rounding error, whose deviation would be as large as any other.
+        rest = torch.where(rest.abs() <= 1e-9 * x.abs().clamp(min=1.0), 0.0, rest)
+        y += single(rest, scored, stream, Context())
+        n, _, square = context.mean_and_square(y[scored])
+        return y / ((square / max(n - self.ddof, 1.0)) ** 0.5 + self.eps)
+
+
+AnyBaseline = Annotated[Baseline, Kinds(GroupBaseline, DecoupledBaseline)]
 
 
 def flat_groups(x: Tensor, scored: Tensor, group: Tensor, n: int) -> Tensor:

@@ -155,6 +155,8 @@ def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
         # A term's statistics cover the episodes in `trains`. Scored episodes that aren't compared are removed from it
         # here.
         table = replace(stream.episodes, trains=stream.episodes.trains & (compared | ~scored))
+        if recipe.reward.components is not None:  # its weights replace the recorded ones
+            table = replace(table, weights=(recipe.reward.components,) * len(compared))
         advantage, target = _advantages(recipe, replace(stream, episodes=table), compared, entered, context)
     else:
         advantage, target = torch.zeros(len(stream), dtype=torch.float64), None

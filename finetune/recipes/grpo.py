@@ -1,6 +1,6 @@
 """Group-relative recipes: GRPO and the variants that change its baseline, clipping, weights or ratio."""
 
-from ..objective import KL, PPO, GroupBaseline, Overlong, Select, Weigh
+from ..objective import KL, PPO, DecoupledBaseline, GroupBaseline, Overlong, Select, Weigh
 from ..objective.recipe import Recipe
 
 grpo = Recipe(
@@ -20,6 +20,23 @@ Source: Shao et al. 2024, "DeepSeekMath" (arXiv 2402.03300), eq. 3 and 4.
    answers (`weigh.kind = episode`), which gives more weight to a token in a short answer.
 2. In a group whose rewards are all equal, every advantage is exactly 0. Its tokens still count in T.
 3. beta is 0, so no reference model is needed.
+"""
+
+gdpo = Recipe(
+    name="gdpo",
+    baseline=DecoupledBaseline(),
+    surrogate=PPO(low=0.2, high=0.2),
+)
+"""gdpo: group reward-decoupled normalization, for several rewards.
+
+    Y_i = sum_k w_k (c_ik - mean_group c_k) / (std_group c_k + eps)         n - 1 in the variance, eps 1e-4
+    A_i = Y_i / (std_batch Y + eps)
+    loss = -1/T sum_t min(r_t A_i, clip(r_t, 0.8, 1.2) A_i)
+
+Source: Liu et al. 2026, "GDPO" (arXiv 2601.05242).
+
+1. The weights w_k multiply the compared rewards, as in TRL. The paper adds them up without weights.
+2. With one reward, it is grpo with advantages divided by their deviation over the batch.
 """
 
 dr_grpo = Recipe(

@@ -120,6 +120,7 @@ _OTHER_NAMES = {
     "max_prompt_length": "loop.limits.prompt_tokens",
     "max_steps num_train_epochs total_epochs total_training_steps": "loop.updates",
     "model_name_or_path": "engine.model",
+    "multi_objective_aggregation": "loop.recipe",
     "n num_generations": "loop.group_size",
     "num_iterations ppo_epochs": "loop.epochs",
     "ppo_mini_batch_size": "loop.minibatches",

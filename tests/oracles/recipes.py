@@ -17,6 +17,10 @@ from . import objective as oracle
 GROUPS = ["g", "g", "g", "h", "h", "h", "k", "k"]
 TURNS = [(2, 1), (1,), (3,), (2,), (1, 1), (2,), (1,), (2,)]
 REWARDS = [1.0, 0.0, 0.25, 0.5, 2.0, 0.0, 1.0, 1.0]
+FORMAT = [0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
+PARTS = [{"right": r - 0.5 * f, "format": f} for r, f in zip(REWARDS, FORMAT, strict=True)]
+WEIGHTS = {"right": 1.0, "format": 0.5}
+"""Two components that add up to each reward."""
 LENGTHS = [17000, 10, 19000, 20480, 30000, 20, 18000, 10]
 """What counts against a length limit; only a recipe with one looks at it."""
 N = sum(map(sum, TURNS))
@@ -160,6 +164,19 @@ def cpgd(w: World) -> float:
     return loss / N
 
 
+def gdpo(w: World) -> float:
+    """Y_i = sum_k w_k (c_ik - mean_group c_k) / (std_group c_k + eps)         n - 1 in the variance, eps 1e-4
+    A_i = Y_i / (std_batch Y + eps)
+    loss = -1/T sum_t min(r_t A_i, clip(r_t, 0.8, 1.2) A_i)
+    """
+    y = [0.0] * len(REWARDS)
+    for name, weight in WEIGHTS.items():
+        compared = oracle.baseline([parts[name] for parts in PARTS], GROUPS, "std", "group", 1e-4, 1)
+        y = [before + weight * more for before, more in zip(y, compared, strict=True)]
+    a = [one / (statistics.stdev(y) + 1e-4) for one in y]
+    return -sum(w.clipped(t, a[w.of[t]]) for t in range(N)) / N
+
+
 def dr_grpo(w: World) -> float:
     """A_i = r_i - mean_group
     loss = -1/(E limit) sum_t min(r_t A_i, clip(r_t, 0.8, 1.2) A_i)
@@ -259,6 +276,7 @@ EQUATIONS: dict[str, Callable[[World], float]] = {
         ppo,
         ppo_kl,
         cpgd,
+        gdpo,
         dr_grpo,
         dapo,
         gspo,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from typing import Any, get_args
 
 import numpy as np
@@ -13,9 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tapereel.finetune.data.stream import Stream
 from tapereel.finetune.objective import Context, GroupBaseline, GroupWeights, Reward, Select
 from tapereel.finetune.objective import loss as objective
+from tapereel.finetune.objective.recipe import Recipe
 from tapereel.finetune.recipes import get_recipe
+from tapereel.tapes.errors import UsageError
 from tapereel.tapes.records import Status
 
 from ...oracles import objective as oracle
@@ -278,3 +282,76 @@ def test_components_are_weighed_anew_and_a_missing_one_leaves_the_episode_unscor
     recipe = get_recipe("grpo", {"reward": {"components": case["weights"]}})
     advantage = objective.prepare(recipe, exact(rows, episodes), Context()).advantage
     assert advantage[::2].tolist() == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5), 0.0], rel=1e-8)
+
+
+def decoupled(
+    parts: list[dict[str, float]], weights: dict[str, float], groups: list[str], **changes: Any
+) -> list[float]:
+    """The advantage of each episode, of one token, by the recipe gdpo with these changes."""
+    rewards = [sum(weights[name] * value for name, value in part.items()) for part in parts]
+    rows, episodes = simple(rewards, groups)
+    episodes = [
+        dataclasses.replace(one, components=part, weights=weights) for one, part in zip(episodes, parts, strict=True)
+    ]
+    return of_episodes(exact(rows, episodes), get_recipe("gdpo", changes))
+
+
+def of_episodes(stream: Stream, recipe: Recipe) -> list[float]:
+    """The advantage of the first token of each episode."""
+    return objective.prepare(recipe, stream, Context()).advantage[stream.rows[:-1]].tolist()
+
+
+GDPO = [{"right": r, "format": f} for r, f in [(0, 0), (0, 1), (1, 0), (1, 1), (0, 1), (0, 1)]]
+PAIRS = ["g", "g", "g", "g", "h", "h"]
+
+
+def test_decoupled_components_count_alike_whatever_their_scale() -> None:
+    plain = decoupled(GDPO, {"right": 1.0, "format": 1.0}, PAIRS)
+    wide = [{**part, "format": 1000 * part["format"] + 7} for part in GDPO]
+    assert decoupled(wide, {"right": 1.0, "format": 1.0}, PAIRS) == pytest.approx(plain, abs=1e-3)
+    assert plain[0] == -plain[3]
+    assert plain[1] == plain[2] == pytest.approx(0, abs=1e-12)
+    assert plain[4:] == [0.0, 0.0]
+    assert decoupled(GDPO, {"right": 1.0, "format": -1.0}, PAIRS)[0] == pytest.approx(0, abs=1e-12)
+
+
+def test_decoupled_takes_the_recipes_weights_before_the_recorded_ones() -> None:
+    recorded = decoupled(GDPO, {"right": 1.0, "format": 0.25}, PAIRS)
+    given = decoupled(GDPO, {"right": 1.0, "format": 9.0}, PAIRS, reward={"components": {"right": 1.0, "format": 0.25}})
+    assert given == pytest.approx(recorded, rel=1e-12)
+
+
+def test_decoupled_with_one_component_or_unknown_ones_is_std_over_the_deviation_of_the_batch() -> None:
+    rewards = [0.1 + 0.2, 0.3, 1.0, 0.0, 2.0, 2.0]  # 0.1 + 0.2 isn't 0.3: no component of rounding errors
+    std = advantages({"kind": "std", "eps": 1e-4}, rewards, PAIRS)
+    expected = [y / (statistics.stdev(std) + 1e-4) for y in std]
+    assert decoupled([{"r": r} for r in rewards], {"r": 1.0}, PAIRS) == pytest.approx(expected, rel=1e-9)
+    recipe = get_recipe("gdpo")
+    assert of_episodes(exact(*simple(rewards, PAIRS)), recipe) == pytest.approx(expected)
+
+
+def test_decoupled_has_a_shape_as_one_more_component_and_compares_none_that_is_missing() -> None:
+    weights = {"right": 1.0, "format": 1.0}
+    clip = {"shape": [{"kind": "clip", "low": 0.0, "high": 1.0}]}
+    four = PAIRS[:4]
+    single = [
+        advantages({"kind": "std", "eps": 1e-4}, list(x), four) for x in ((0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, -1))
+    ]
+    y = [sum(parts) for parts in zip(*single, strict=True)]
+    shaped = decoupled(GDPO[:4], weights, four, **clip)
+    assert shaped == pytest.approx([one / (statistics.stdev(y) + 1e-4) for one in y])
+    some = [{"right": 0.0}, {"right": 1.0}, {"right": 0.0, "format": 1.0}, {"right": 1.0, "format": 0.0}]
+    right = advantages({"kind": "std", "eps": 1e-4}, [0, 1, 0, 1], four)
+    form = advantages({"kind": "std", "eps": 1e-4}, [1, 0], ["g", "g"])
+    y = [right[0], right[1], right[2] + form[0], right[3] + form[1]]
+    assert decoupled(some, weights, four) == pytest.approx([one / (statistics.stdev(y) + 1e-4) for one in y])
+
+
+def test_decoupled_refuses_turns_and_batches() -> None:
+    with pytest.raises(UsageError, match="by to one of these"):
+        get_recipe("gdpo", {"baseline": {"by": "batch"}})
+    recipe = get_recipe("gdpo", {"reward": {"per": "turn"}})
+    rows = [row(t, turns=(1, 1)) for t in "ab"]
+    episodes = [episode(t, reward=1.0, turn_rewards=[0.5, 0.5]) for t in "ab"]
+    with pytest.raises(ValueError, match="per turn: set"):
+        objective.prepare(recipe, exact(rows, episodes), Context())

@@ -26,7 +26,7 @@ from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.errors import UsageError
 
 from ...oracles import objective as oracle
-from ...oracles.recipes import EQUATIONS, GROUPS, LENGTHS, REWARDS, TURNS, N, World, world
+from ...oracles.recipes import EQUATIONS, GROUPS, LENGTHS, PARTS, REWARDS, TURNS, WEIGHTS, N, World, world
 from ..build import batch, doubles, episode, exact, row, tiny_model
 
 STOPPED = {"cispo", "decoupled_ppo"}
@@ -36,8 +36,8 @@ STOPPED = {"cispo", "decoupled_ppo"}
 def computed(recipe: Recipe, w: World) -> tuple[float, torch.Tensor]:
     rows = [row(f"t{i}", g, turns=t) for i, (g, t) in enumerate(zip(GROUPS, TURNS, strict=True))]
     episodes = [
-        episode(f"t{i}", g, reward=r, length=n)
-        for i, (g, r, n) in enumerate(zip(GROUPS, REWARDS, LENGTHS, strict=True))
+        episode(f"t{i}", g, reward=r, length=n, components=parts, weights=WEIGHTS)
+        for i, (g, r, n, parts) in enumerate(zip(GROUPS, REWARDS, LENGTHS, PARTS, strict=True))
     ]
     stream = exact(rows, episodes, old=w.old, ref=w.ref, value=w.value, teacher=w.teacher)
     part = objective.prepare(recipe, stream, Context()).part()
@@ -209,9 +209,9 @@ def test_recipes_are_frozen_named_after_their_module_and_survive_a_round_trip():
     ("changes", "message"),
     [
         ({"basline": {}}, r"'basline'.*\bbaseline\b"),
-        ({"baseline": {"epsilon": 1}}, r"'baseline\.epsilon'"),
+        ({"baseline": {"epsilon": 1}}, r"'baseline\.std\.epsilon'"),
         ({"surrogate": {"kind": "ppo", "clip": 0.2}}, "clip"),
-        ({"baseline": {"kind": "median"}}, "baseline.kind"),
+        ({"baseline": {"kind": "median"}}, "baseline: .*'median'"),
         ({"weigh": {"limit": "long"}}, "weigh.limit"),
         ({"regulariser": [{"kind": "kl", "estimator": "k1", "beta": 0.1}]}, "k1.*token_kl"),
         ({"shape": [{"kind": "running"}, {"kind": "running", "centre": True}]}, r"'grpo'.*\brunning\b"),
@@ -236,7 +236,7 @@ def test_an_unknown_recipe_names_its_neighbours_and_then_every_other():
     ("changes", "says"),
     [
         ({"baselin": {}}, r"'baselin'.*\bbaseline\b"),
-        ({"baseline": {"epsi": 1}}, r"'baseline\.epsi'.*\beps\b"),
+        ({"baseline": {"epsi": 1}}, r"'baseline\.std\.epsi'.*\beps\b"),
         ({"weigh": {"foo": 1}}, r"'weigh\.foo'.*\blimit\b"),
         ({"regulariser": [{"kind": "entropy", "beta": 0.1}]}, r"'regulariser\.0\.entropy\.beta'.*\bcoef"),
         ({"regulariser": [{"kind": "kl", "adaptive": {"foo": 1}}]}, r"'regulariser\.0\.kl\.adaptive\.foo'"),
