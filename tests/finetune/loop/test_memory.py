@@ -21,6 +21,7 @@ from tapereel.finetune.inspect.reproducer import reproduce
 from tapereel.finetune.loop.history import BrokenHistory
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.run.train_run import train
+from tapereel.finetune.trainer.checkpoint import read_checkpoint
 from tapereel.tapes.common.config import dump_config, write_yaml
 from tapereel.tapes.store.run_directory import METRICS, read_metrics
 
@@ -59,7 +60,7 @@ def config_of(folder: Path, trainer: dict[str, Any], updates: int = 4) -> TrainC
 
 
 def weights(run: Path, update: int) -> dict[str, torch.Tensor]:
-    return torch.load(run / "checkpoints" / f"update-{update:06d}" / "policy.pt", weights_only=True)
+    return read_checkpoint(run / "checkpoints" / f"update-{update:06d}").weights()
 
 
 def assert_same_weights(one: Path, other: Path, update: int) -> None:
