@@ -231,17 +231,20 @@ class History:
         return Use(lineage=self.lineage, update=self.updates, epoch=epoch, items=tuple(used), info=info)
 
     def publish_record(self, mode: str) -> tuple[Mapping[str, Tensor], Publish]:
-        """Return the weights, and the `publish` record for them. They are a copy, unless several processes share the
-        weights (`Processes.weights`). Use them before the next update."""
-        weights = self.policy.weights.weights(copied=True)
-        return weights, Publish(version=self.version, digest=self.policy.weights.digest(), mode=mode, at=time.time())
+        """Return the weights for the engine, and the `publish` record for them. Use them before the next update. An
+        embedded engine copies them itself. For servers, they are a copy, unless several processes share the weights
+        (`Processes.weights`)."""
+        return self.policy.weights.weights(copied=self.policy.servers is not None), self._publish(mode)
+
+    def _publish(self, mode: str) -> Publish:
+        return Publish(version=self.version, digest=self.policy.weights.digest(), mode=mode, at=time.time())
 
     def record_version(self, mode: str) -> None:
         """Append a `publish` record for the current weights to the store, if the store has none for this version
         yet."""
         # The store is checked first, because the digest reads all weights.
         if self.version not in self.store.published:
-            self.store.append_layer(self.publish_record(mode)[1])
+            self.store.append_layer(self._publish(mode))
 
     def checkpoint(self, *, pinned: bool = False) -> Checkpoint:
         """Write the weights and the trainer's state. A pinned checkpoint is never deleted to make space for others."""

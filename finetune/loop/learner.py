@@ -67,8 +67,8 @@ class Learner:
         return plan.model_copy(update={"agents": self.agents, "oldest": oldest, "aside": (), "beyond": ()})
 
     def update(self, plan: Plan, source: Source, mode: str) -> Updated:
-        """Make one update from the loop's batch. Return the statistics, the `use` records, a copy of the weights and
-        their `publish` record. This may run in a thread."""
+        """Make one update from the loop's batch. Return the statistics, the `use` records, the weights for the
+        engine and their `publish` record. This may run in a thread."""
         stats, uses = self.history.update(plan, source)
         return Updated(stats, uses, *self.history.publish_record(mode))
 

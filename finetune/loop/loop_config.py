@@ -245,9 +245,10 @@ class LoopConfig(RecipeConfig):
     """Seconds after which a group closes. It keeps the attempts that have finished, and the others are cancelled."""
     checkpoint_every: int = Field(default=10, ge=1)
     """Updates between two checkpoints."""
-    keep_checkpoints: int | None = Field(default=3, ge=1)
+    keep_checkpoints: int | None = Field(default=1, ge=1)
     """Number of checkpoints to keep. None keeps all. The base checkpoint, the last checkpoint, the checkpoint with the
-    best held-out reward and the checkpoints at the end of a phase are always kept."""
+    best held-out reward and the checkpoints at the end of a phase are always kept. If the only checkpoint is damaged,
+    a resumed run applies all updates again, and `replay model` scores only tokens of versions that were kept."""
     shuffle_rewards: Literal["within", "across"] | None = None
     """Shuffle the rewards of each update `within` each group or `across` all of its groups, as a control experiment.
     `within` keeps the number of successes in each group. `across` removes all information from the rewards."""
