@@ -46,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, and print the summary."""
-    from ...finetune.api.estimate import estimate, seconds
+    from ...finetune.api.estimate import estimate, say_needs, seconds
     from ...finetune.run.train_config import TrainConfig
     from ...finetune.trainer.options import fitted
 
@@ -72,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
     if other:
         return _exit_code(train(config, out, setup=setup, resume=args.resume))
+    if not args.resume:
+        say_needs(config, Path(out).absolute())
     with live_progress() as progress, resumable(args, out):
         summary = train(config, out, setup=setup, resume=args.resume, progress=progress, on_episode=say_episode)
     answer(args, summary, _section(summary), *_summary_lines(summary, out))

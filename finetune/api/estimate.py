@@ -1,11 +1,12 @@
-"""Estimates a training run's memory and tokens from its settings and the model's `config.json`, without torch.
+"""Estimates a training run's memory, disk and tokens from its settings and the model's `config.json`, without torch.
 
-The results are upper bounds. They leave out players, CUDA itself (about 0.5 GiB) and fragmentation in torch's
-allocator.
+The results leave out players, CUDA itself (about 0.5 GiB) and fragmentation in torch's allocator.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -13,11 +14,17 @@ from typing import cast
 
 from ...agents.setup.engine_config import EmbeddedConfig
 from ...agents.setup.profiles import shape_of
+from ...tapes.common.text import logger
 from ...tapes.store.run_directory import METRICS, read_metrics
 from ..loop.loop_config import OWN, SECOND
 from ..run.player_config import adapters_of
 from ..run.train_config import TrainConfig
 
+log = logger("train")
+PROMPT = 256
+"""Tokens of a prompt that `say_needs` assumes, since no prompt is known before a run begins."""
+LIBRARIES = 0.4e9
+"""Bytes that Python needs with torch and transformers."""
 WIDE, NARROW = 4, 2
 """Bytes per number in float32 and bfloat16. Trained weights, their gradients and optimiser states are float32."""
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -32,14 +39,15 @@ SAVED = {
 numbers are per unit of width, queries, keys and feed-forward (Korthikanti et al., 2022). Llama needs a tenth less."""
 
 
-def estimate(config: TrainConfig, ranks: int = 1) -> dict[str, dict[str, float]] | None:
+def estimate(config: TrainConfig, ranks: int = 1, prompt: int | None = None) -> dict[str, dict[str, float]] | None:
     """Estimate the memory and tokens that a run by this many processes needs. Return None if the shape of the model is
-    unknown.
+    unknown. The results are upper bounds for any prompts, or what is needed if prompts have `prompt` tokens.
 
     `GiB` has the memory of each item on the device of rank 0 and the `sum` of the items, at the moment with the largest
     sum. Other ranks need the same, or less if the engine is embedded. `GiB of main memory` has what `trainer.offload`
-    keeps there. `tokens` has the maximum number of sampled tokens in an episode, in an update, and in the run with its
-    evaluations. The profile of `config` must have been applied to it.
+    keeps there, and `GiB of disk` a checkpoint and the run directory. `tokens` has the maximum number of sampled tokens
+    in an episode, in an update, and in the run with its evaluations. The profile of `config` must have been applied to
+    it.
     """
     shape = shape_of(config.engine.model)
     if shape is None:
@@ -49,6 +57,8 @@ def estimate(config: TrainConfig, ranks: int = 1) -> dict[str, dict[str, float]]
     lora = adapters_of(settings, config.trainer)
     own, output = NARROW if config.trainer.dtype == "bfloat16" else WIDE, shape.vocabulary * shape.width
     capacity = settings.capacity or 4096  # the default of the embedded engine
+    episode = loop.longest_episode(capacity) or capacity
+    longest = capacity if prompt is None else min(capacity, prompt + episode)
     rows = 2 * (2 * shape.width + shape.queries + shape.keys) + 3 * (shape.width + shape.feed)
     still = 0 if config.trainer.freeze == "nothing" else shape.tower
     trained = shape.parameters - still if lora is None else shape.layers * lora.rank * rows
@@ -60,7 +70,7 @@ def estimate(config: TrainConfig, ranks: int = 1) -> dict[str, dict[str, float]]
     # With `offload`, a device holds the two moments of one weight at a time.
     offload = config.trainer.offload and config.trainer.device != "cpu"
     moments = 2 * trained * WIDE
-    cache = settings.slots * capacity * 2 * shape.layers * shape.keys * own
+    cache = settings.slots * longest * 2 * shape.layers * shape.keys * own
     engine = {
         "weights of the engine": model,
         # Between turns, keys and values are kept outside the slots. They take at most as much memory again.
@@ -91,7 +101,9 @@ def estimate(config: TrainConfig, ranks: int = 1) -> dict[str, dict[str, float]]
         **(engine if embedded else {}),  # only rank 0 has one
         "engine of the evaluation": sum(engine.values()) if apart else 0,
     }
-    micro, narrow = max(loop.optimiser.micro_tokens, capacity), loop.optimiser.autocast is not None
+    micro, narrow = max(loop.optimiser.micro_tokens, longest), loop.optimiser.autocast is not None
+    if prompt is not None and not loop.optimiser.gradient_checkpointing:  # a group's prompt is forwarded once
+        micro = max(longest, min(micro, prompt + loop.episodes_per_group * episode))
     if ranks > 1:  # `sequence_parallel` ranks share the tokens
         micro = -(-micro // config.processes.sequence_parallel)
     sizes = (shape.width, shape.queries, shape.keys, shape.feed)
@@ -99,7 +111,7 @@ def estimate(config: TrainConfig, ranks: int = 1) -> dict[str, dict[str, float]]
     layer = micro * (sum(a * b for a, b in zip(saved, sizes, strict=True)) + (28 * lora.rank if lora else 0))
     if own == WIDE and not narrow and shape.keys != shape.queries:
         # No fused kernel in torch takes float32 with fewer key heads than query heads, so the attention matrix is kept.
-        layer += micro * min(capacity, micro) * shape.heads * WIDE
+        layer += micro * min(longest, micro) * shape.heads * WIDE
     # With checkpointing, the inputs of all layers and all activations of one layer are kept. The backward pass also
     # needs the gradients of one layer.
     whole = 1 if loop.optimiser.gradient_checkpointing else shape.layers
@@ -114,9 +126,8 @@ def estimate(config: TrainConfig, ranks: int = 1) -> dict[str, dict[str, float]]
         # The sizes of `lm_head.CHUNK` and `lm_head.CHUNK_ROWS`. That module imports torch, and this one doesn't.
         "logits": 4 * WIDE * max(1 << 22, 55 * shape.vocabulary),
     }
-    # After the update, a copy of the weights is published. Tied weights occur twice in it. The check of the delivery
-    # needs 5 times 144 rows of logits.
-    copied = model + 2 * output * own - (shape.parameters - shape.body) * own + 5 * 144 * shape.vocabulary * WIDE
+    # After the update, servers get a copy of the weights. The check of the delivery needs 5 times 144 rows of logits.
+    copied = (0 if embedded else model) + 5 * 144 * shape.vocabulary * WIDE
     if parts > 1:
         # FSDP2 gathers the embeddings, the output layer and the tower for the whole pass, and two layers at a time. In
         # an update, they have gradients. To publish, the weights are gathered one at a time.
@@ -126,9 +137,8 @@ def estimate(config: TrainConfig, ranks: int = 1) -> dict[str, dict[str, float]]
     if quantised:  # a weight is only whole while a layer computes with it
         update["weights out of 4 bits"] = shape.width * max(shape.feed, shape.queries) * own
     loading = {"weights of all ranks": model if parts > 1 and (lora is not None or shape.tower) else 0}
-    times = fixed | update, fixed | {"copy of the weights to publish": copied}, loading
+    times = fixed | update, fixed | {"weights to publish": copied}, loading
     memory = max(times, key=lambda items: sum(items.values()))
-    episode = loop.longest_episode(capacity) or capacity
     batch = loop.rollouts * loop.groups * loop.episodes_per_group * episode
     evaluations = 2 + (max(loop.updates - 1, 0) // evaluation.every if evaluation.every else 0)
     measured = evaluations * (evaluation.limit or 0) * evaluation.attempts * episode if measures else 0
@@ -136,7 +146,78 @@ def estimate(config: TrainConfig, ranks: int = 1) -> dict[str, dict[str, float]]
     if offload:
         kept = {"optimiser": moments, "critic": learnt * 2 if valued else 0}
         needs["GiB of main memory"] = _gib({name: size // parts for name, size in kept.items()})
-    return {**needs, "tokens": {"episode": episode, "update": batch, "run": loop.updates * batch + measured}}
+    tokens = {"episode": episode, "update": batch, "run": loop.updates * batch + measured}
+    state = trained * (3 if loop.optimiser.ema else 2) + (trained if reads and reference is None else 0)
+    checkpoint = (state + 3 * learnt // WIDE * valued) * WIDE
+    checkpoint += shape.parameters * own * (2 if loop.optimiser.ema else 1) if lora is None else model + trained * WIDE
+    disk = checkpoint * _kept(config, measures) + tokens["run"] // episode * 3000 + tokens["run"] * 40
+    return {**needs, "GiB of disk": _gib({"checkpoint": checkpoint, "run": disk}), "tokens": tokens}
+
+
+def _kept(config: TrainConfig, measures: bool) -> int:
+    """Return the largest number of checkpoints at one time. A new one is written before an old one is deleted."""
+    loop, warm = config.loop, config.warm is not None
+    written = -(-loop.updates // loop.checkpoint_every) + warm
+    if loop.keep_checkpoints is None:
+        return written
+    best = measures and config.evaluation.every is not None and config.evaluation.every < loop.updates
+    return min(written, loop.keep_checkpoints + warm + best + 1)
+
+
+def say_needs(config: TrainConfig, out: Path) -> None:
+    """Log about how much memory and disk a run of these settings needs, and warn if the machine has less. Nothing is
+    said if the shape of the model is unknown. Imports torch."""
+    from ...agents.engines.embedded.pretrained import device_of
+
+    rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    found = estimate(config, ranks, PROMPT)
+    if found is None or rank:
+        return
+    device, (checkpoint, run) = (
+        device_of(config.trainer.device),
+        (size * 2**30 for size in found["GiB of disk"].values()),
+    )
+    memory, place = found["GiB"]["sum"] * 2**30, "memory"
+    if device.type == "cpu":
+        memory, free = memory + LIBRARIES, free_memory()
+    else:
+        import torch
+
+        place, free = "GPU memory", torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    log.info(
+        f"needs about {_gb(memory)} of {place}, and up to {_gb(run)} of disk (a checkpoint takes {_gb(checkpoint)}); "
+        "`--dry-run` lists the parts"
+    )
+    if free is not None and free < memory:
+        log.warning(
+            f"{_gb(free)} of {place} are free: adapters (trainer.lora), a smaller loop.optimiser.micro_tokens or fewer "
+            "engine.slots need less"
+        )
+    above = next(folder for folder in (out, *out.parents) if folder.is_dir())
+    if (space := shutil.disk_usage(above).free) < run:
+        log.warning(
+            f"{_gb(space)} of disk are free in {above}: set loop.keep_checkpoints=1 and a larger "
+            "loop.checkpoint_every, or another folder"
+        )
+
+
+def free_memory() -> int | None:
+    """Return the bytes of main memory that this process can still get, or None if the system doesn't tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+    group = Path("/sys/fs/cgroup")  # a container's
+    try:
+        limit, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        return free if limit == "max" else min(free, int(limit) - int(used))
+    except (OSError, ValueError):
+        return free
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2g} GB" if size < 1e10 else f"{size / 1e9:.0f} GB"
 
 
 def seconds(config: TrainConfig, run: Path) -> dict[str, float] | None:

@@ -135,8 +135,11 @@ def train(
     config, setup = config.resolve(agent=agent, env=env, tasks=tasks)
     setup = replace(setup, held_out=held_out if isinstance(held_out, Taskset) else None)
     from ..run.train_run import train as train_config  # imports torch
+    from .estimate import say_needs
 
     folder = _folder(out, agent)
+    if not resume:
+        say_needs(config, folder.absolute())
     summary = train_config(config, folder, setup=setup, resume=resume, progress=progress)
     return Run(folder, agent=_instance(agent), env=_factory(env), summary=summary)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from tapereel.agents.engines.embedded.pretrained import load_pretrained
 from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
 from tapereel.agents.setup.profiles import shape_of
 from tapereel.cli import main
-from tapereel.finetune.api.estimate import estimate
+from tapereel.finetune.api import estimate as module
+from tapereel.finetune.api.estimate import PROMPT, estimate, free_memory, say_needs
 from tapereel.finetune.loop.loop_config import RECIPES
 from tapereel.finetune.recipes import RECIPES as REAL
 from tapereel.finetune.run.train_config import TrainConfig
@@ -304,3 +306,39 @@ def test_the_logits_are_four_chunks_of_the_output_layer(vocabulary: int, tmp_pat
     assert made is not None
     chunk = 4 * max(lm_head.CHUNK, lm_head.CHUNK_ROWS * vocabulary)
     assert made["GiB"]["logits"] == pytest.approx(4 * chunk / 2**30, abs=1e-3)
+
+
+def test_a_run_says_first_what_it_needs_and_warns_of_a_machine_with_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 40, "hidden_size": 1024}))
+    sets = [f"engine.model={tmp_path}", "trainer.device=cpu", "loop.updates=12", "loop.sampling.max_tokens=16"]
+    config = fitted(load_config(TrainConfig, None, [*sets, "loop.limits.turns=1", "evaluation.every=null"]))
+    found, most = estimate(config, prompt=PROMPT), estimate(config)
+    assert found is not None
+    assert most is not None
+    disk = found["GiB of disk"]
+    assert found["GiB"]["sum"] < most["GiB"]["sum"]
+    assert disk["checkpoint"] == pytest.approx(3 * found["GiB"]["weights"], rel=0.01), "weights and two moments"
+    assert disk["run"] == pytest.approx(2 * disk["checkpoint"], rel=0.01), "a new one is written before an old one goes"
+    caplog.set_level("INFO", "tapereel")
+    caplog.clear()
+    monkeypatch.setattr(module, "free_memory", lambda: 1 << 40)
+    say_needs(config, tmp_path / "runs" / "new")
+    [line] = caplog.messages
+    about = found["GiB"]["sum"] * 2**30 / 1e9 + 0.4
+    assert f"needs about {about:.2g} GB of memory" in line
+    assert f"up to {disk['run'] * 2**30 / 1e9:.2g} GB of disk" in line
+    caplog.clear()
+    monkeypatch.setattr(module, "free_memory", lambda: 1 << 20)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 << 20))
+    say_needs(config, tmp_path / "runs" / "new")
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "WARNING"]
+    memory, space = caplog.messages[1:]
+    assert "0.001 GB of memory are free" in memory
+    assert f"0.0021 GB of disk are free in {tmp_path}" in space
+
+
+def test_this_machine_has_free_memory():
+    free = free_memory()
+    assert free is None or free > 1 << 26
