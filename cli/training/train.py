@@ -46,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, and print the summary."""
-    from ...finetune.api.estimate import estimate, say_needs, seconds
+    from ...finetune.api.estimate import estimate, fit_memory, say_needs, seconds
     from ...finetune.run.train_config import TrainConfig
     from ...finetune.trainer.options import fitted
 
@@ -67,9 +67,11 @@ def run(args: argparse.Namespace) -> int:
         answer(args, data | {"estimate": needs, "seconds": took}, dump_config(config), *(f"# {line}" for line in lines))
         return Exit.HOLDS
     out = run_directory(args)
-    config, setup = config.checked(args.resume).resolve()
+    given = config
+    config, setup = given.checked(args.resume).resolve()
     from ...finetune.run.train_run import train  # imports torch
 
+    config = fit_memory(config, given, Path(out) if args.resume else None)
     if other:
         return _exit_code(train(config, out, setup=setup, resume=args.resume))
     if not args.resume:

@@ -13,9 +13,10 @@ from statistics import median
 from typing import cast
 
 from ...agents.setup.engine_config import EmbeddedConfig
-from ...agents.setup.profiles import shape_of
+from ...agents.setup.profiles import TINY, shape_of
+from ...tapes.common.config import load_config
 from ...tapes.common.text import logger
-from ...tapes.store.run_directory import METRICS, read_metrics
+from ...tapes.store.run_directory import CONFIG, METRICS, read_metrics
 from ..loop.loop_config import OWN, SECOND
 from ..run.player_config import adapters_of
 from ..run.train_config import TrainConfig
@@ -25,6 +26,8 @@ PROMPT = 256
 """Tokens of a prompt that `say_needs` assumes, since no prompt is known before a run begins."""
 LIBRARIES = 0.4e9
 """Bytes that Python needs with torch and transformers."""
+ROOM = 0.8
+"""Share of the free memory that a run without gradient checkpointing may need by its estimate."""
 WIDE, NARROW = 4, 2
 """Bytes per number in float32 and bfloat16. Trained weights, their gradients and optimiser states are float32."""
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -164,26 +167,77 @@ def _kept(config: TrainConfig, measures: bool) -> int:
     return min(written, loop.keep_checkpoints + warm + best + 1)
 
 
+def fit_memory(config: TrainConfig, given: TrainConfig, run: Path | None = None) -> TrainConfig:
+    """Return the settings with gradient checkpointing off if the run fits into memory without it, and otherwise on. It
+    is chosen once, and recorded with the other settings. `run` is the directory of a run that is resumed, whose choice
+    is kept.
+
+    `given` are the settings as the user gave them. Checkpointing that the user chose isn't changed. Neither is that of
+    the profile if the memory can't be estimated: with servers, which may need memory of the same device, with players
+    or with several processes. Imports torch.
+    """
+    shape, present = shape_of(config.engine.model), config.loop.optimiser.gradient_checkpointing
+    if "gradient_checkpointing" in given.loop.optimiser.model_fields_set:
+        return config
+    if run is not None and (run / CONFIG).is_file():
+        chosen = load_config(TrainConfig, run / CONFIG).loop.optimiser.gradient_checkpointing
+    elif (
+        shape is None
+        or shape.drops
+        or shape.body < TINY
+        or config.engine.kind != "embedded"
+        or config.players
+        or _ranks()[1] > 1
+    ):
+        return config
+    else:
+        found = estimate(_checkpointing(config, False), prompt=PROMPT)
+        free = _place(config)[1]
+        if found is None or free is None:
+            return config
+        need = found["GiB"]["sum"] * 2**30
+        chosen = need > free * ROOM
+        if chosen != present:
+            log.info(
+                f"loop.optimiser.gradient_checkpointing={chosen}, since without it the run needs about {_gb(need)} of "
+                f"{_gb(free)} of memory"
+            )
+    return _checkpointing(config, chosen)
+
+
+def _checkpointing(config: TrainConfig, chosen: bool) -> TrainConfig:
+    optimiser = config.loop.optimiser.model_copy(update={"gradient_checkpointing": chosen})
+    return config.model_copy(update={"loop": config.loop.model_copy(update={"optimiser": optimiser})})
+
+
+def _ranks() -> tuple[int, int]:
+    """The rank of this process, and the number of processes."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _place(config: TrainConfig) -> tuple[str, int | None]:
+    """Return what the memory of the trainer's device is called, and how many of its bytes are free, if this is
+    known."""
+    from ...agents.engines.embedded.pretrained import device_of
+
+    device = device_of(config.trainer.device)
+    if device.type == "cpu":
+        return "memory", free_memory()
+    import torch
+
+    return "GPU memory", torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
 def say_needs(config: TrainConfig, out: Path) -> None:
     """Log about how much memory and disk a run of these settings needs, and warn if the machine has less. Nothing is
     said if the shape of the model is unknown. Imports torch."""
-    from ...agents.engines.embedded.pretrained import device_of
-
-    rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    rank, ranks = _ranks()
     found = estimate(config, ranks, PROMPT)
     if found is None or rank:
         return
-    device, (checkpoint, run) = (
-        device_of(config.trainer.device),
-        (size * 2**30 for size in found["GiB of disk"].values()),
-    )
-    memory, place = found["GiB"]["sum"] * 2**30, "memory"
-    if device.type == "cpu":
-        memory, free = memory + LIBRARIES, free_memory()
-    else:
-        import torch
-
-        place, free = "GPU memory", torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    checkpoint, run = (size * 2**30 for size in found["GiB of disk"].values())
+    place, free = _place(config)
+    memory = found["GiB"]["sum"] * 2**30 + (LIBRARIES if place == "memory" else 0)
     log.info(
         f"needs about {_gb(memory)} of {place}, and up to {_gb(run)} of disk (a checkpoint takes {_gb(checkpoint)}); "
         "`--dry-run` lists the parts"

@@ -131,13 +131,14 @@ def train(
         if not len(held_out):
             raise UsageError(f"{_HELD_OUT} is an empty Taskset: hold out a larger part of the tasks")
         sets[_HELD_OUT] = name_of_tasks(held_out, held_out)
-    config = _config(TrainConfig, model, sets).checked(resume)
-    config, setup = config.resolve(agent=agent, env=env, tasks=tasks)
+    given = _config(TrainConfig, model, sets)
+    config, setup = given.checked(resume).resolve(agent=agent, env=env, tasks=tasks)
     setup = replace(setup, held_out=held_out if isinstance(held_out, Taskset) else None)
     from ..run.train_run import train as train_config  # imports torch
-    from .estimate import say_needs
+    from .estimate import fit_memory, say_needs
 
     folder = _folder(out, agent)
+    config = fit_memory(config, given, folder if resume else None)
     if not resume:
         say_needs(config, folder.absolute())
     summary = train_config(config, folder, setup=setup, resume=resume, progress=progress)

@@ -151,6 +151,7 @@ def _lead(loaded: LoadedRun, out: Path, resume: bool, progress: Progress, on_epi
         begin=lambda: _new_results(loaded),
         free=(
             *(f"{place}.{name}" for place in places for name in ("threads", "device", "offload")),
+            "loop.keep_checkpoints",
             "processes",
             "trackers",
             "tracking",

@@ -96,7 +96,8 @@ class OptimiserConfig(Config):
     everything."""
     gradient_checkpointing: bool = False
     """Whether to compute each layer's activations again in the backward pass instead of storing them. This saves memory
-    and takes more time."""
+    and takes more time. With the embedded engine, `train` turns it on for the policy only if it would need more than
+    0.8 of the free memory without."""
 
     @property
     def forward_dtype(self) -> torch.dtype | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,24 +14,27 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import tapereel as tr
+from tapereel import save_tiny_model
 from tapereel.agents.engines.embedded.pretrained import load_pretrained
 from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
+from tapereel.agents.setup import profiles
 from tapereel.agents.setup.profiles import shape_of
 from tapereel.cli import main
 from tapereel.finetune.api import estimate as module
-from tapereel.finetune.api.estimate import PROMPT, estimate, free_memory, say_needs
+from tapereel.finetune.api.estimate import PROMPT, estimate, fit_memory, free_memory, say_needs
 from tapereel.finetune.loop.loop_config import RECIPES
 from tapereel.finetune.recipes import RECIPES as REAL
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.trainer import lm_head
 from tapereel.finetune.trainer.logprobs import be_still
 from tapereel.finetune.trainer.options import fitted
-from tapereel.tapes.common.config import load_config
+from tapereel.tapes.common.config import dump_config, load_config
 from tapereel.tapes.store.run_directory import read_metrics
 
 from ...toy_envs import Echo
 from ..trainer.seen import png, shown
 from ..trainer.seen import saved as saved_vision
+from .test_choices import Say
 
 LAYERS, TOKENS, RANK = 4, 1024, 16
 SHAPE: dict[str, Any] = {
@@ -342,3 +346,49 @@ def test_a_run_says_first_what_it_needs_and_warns_of_a_machine_with_less(
 def test_this_machine_has_free_memory():
     free = free_memory()
     assert free is None or free > 1 << 26
+
+
+def test_gradient_checkpointing_is_chosen_by_memory_unless_the_user_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 40, "hidden_size": 4096}))
+    key = "loop.optimiser.gradient_checkpointing"
+
+    def chosen(gib: float, *sets: str, run: Path | None = None) -> tuple[bool, bool]:
+        """What the profile and the memory say."""
+        given = load_config(TrainConfig, None, [f"engine.model={tmp_path}", "trainer.device=cpu", *sets])
+        config = fitted(given)
+        monkeypatch.setattr(module, "free_memory", lambda: int(gib * 2**30))
+        fit = fit_memory(config, given, run)
+        return config.loop.optimiser.gradient_checkpointing, fit.loop.optimiser.gradient_checkpointing
+
+    config = load_config(TrainConfig, None, [f"engine.model={tmp_path}", "trainer.device=cpu", f"{key}=false"])
+    found = estimate(fitted(config), prompt=PROMPT)
+    assert found is not None
+    need = found["GiB"]["sum"] / 0.8
+    assert chosen(need * 1.01) == (True, False)
+    assert chosen(need * 0.99) == (True, True)
+    assert chosen(need * 2, f"{key}=true") == (True, True)
+    assert chosen(need / 2, f"{key}=false") == (False, False)
+    assert chosen(need * 2, *SERVERS[:2]) == (True, True), "the memory of servers isn't known"
+    # A resumed run keeps what was chosen.
+    (tmp_path / "config.yaml").write_text(dump_config(fitted(config)))
+    assert chosen(need / 2, run=tmp_path) == (True, False)
+
+
+def test_a_run_records_what_was_chosen_and_reproduces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A model that isn't tiny, by its layers."""
+    model = save_tiny_model(tmp_path / "model", context=128)
+    for place in (module, profiles):
+        monkeypatch.setattr(place, "TINY", 1)
+    settings = {"loop.sampling.max_tokens": 4, "loop.groups": 2, "loop.group_size": 4, "evaluation.fraction": 0}
+    run = partial(tr.train, tr.ChatAgent(), Say, ["a", "b", "c", "d"], model, out=tmp_path / "run", settings=settings)
+    free = module.free_memory
+    monkeypatch.setattr(module, "free_memory", lambda: 1 << 20)
+    made = run(updates=1)
+    chosen = load_config(TrainConfig, tmp_path / "run" / "config.yaml").loop.optimiser.gradient_checkpointing
+    assert chosen is True
+    assert made.reproduce().outcome == "verified"
+    monkeypatch.setattr(module, "free_memory", free)
+    settings["loop.keep_checkpoints"] = 3  # changes no result
+    assert run(updates=2, resume=True).reproduce().outcome == "verified"
