@@ -27,10 +27,8 @@ from ...tapes.store.run_directory import CONFIG, METRICS, Results, code_changes,
 from ...tapes.value import Value
 
 try:
-    import torch
-
     from ...tapes.common.stats import ends_of, mean_of
-    from ..loop.history import History
+    from ..loop.history import History, with_threads
     from ..loop.loop import check_recipe
     from ..trainer.distributed import launched
     from .load_policy import check_begun
@@ -120,9 +118,7 @@ def train(
         resume = (Path(out) / CONFIG).exists()
     if setup is None:
         config, setup = config.checked(resume).resolve(agent=agent, env=env, tasks=tasks)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    with setup, launched(**config.processes.model_dump()) as ranks:
+    with with_threads(config.threads), setup, launched(**config.processes.model_dump()) as ranks:
         if not ranks.rank:
             check_free(out)  # before a model is loaded
         folder = Path(out).absolute()

@@ -36,6 +36,7 @@ def test_a_run_on_two_threads_is_reproduced_bit_for_bit(tmp_path: Path, threads:
     torch.set_num_threads(2 if threads is None else 1)
     scene = (f"{DIGITS}:player", f"{DIGITS}:Digits", f"{DIGITS}:tasks")
     run = tr.train(*scene, model, out=tmp_path / "run", settings={**SETTINGS, "trainer.threads": threads})
+    assert torch.get_num_threads() == (2 if threads is None else 1), "as before"
     with Store.open(run.path) as store:
         infos = [UpdateInfo.of(use) for use in store.ledger(run.summary.lineage).uses]
     assert {info.on.threads for info in infos if info.on is not None} == {2}
