@@ -98,14 +98,17 @@ class Checkpoint:
         they are used, and no digest is checked."""
         if (self.path / ALONE).exists():
             return cast("dict[str, Tensor]", self.mapped(ALONE))
-        folder, found = self.path / HF, dict[str, Tensor]()
-        try:
-            for path in sorted(folder.glob("model*.safetensors")):
+        found = dict[str, Tensor]()
+        for path in sorted((self.path / HF).glob("model*.safetensors")):
+            try:
                 with REAL.open(path):  # raises an error for a pipe, which would never end
                     found |= load_file(path)
+            except (OSError, SafetensorError, TapereelError) as error:
+                raise BadCheckpoint(f"{path} can't be read: {type(error).__name__}: {error}") from error
+        try:
             return found | {name: found[other] for name, other in self.state.get(TIED, {}).items()}
-        except (OSError, SafetensorError, KeyError, AttributeError, TapereelError) as error:
-            raise BadCheckpoint(f"{folder} can't be read: {type(error).__name__}: {error}") from error
+        except (KeyError, AttributeError) as error:
+            raise BadCheckpoint(f"{self.path / HF} lacks a weight that state.json names: {error}") from error
 
     @property
     def shared(self) -> bool:

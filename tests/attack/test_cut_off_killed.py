@@ -44,6 +44,7 @@ def alone(models: Path, **loop: Any) -> dict[str, Any]:
             "group_size": 2,
             "max_lag": 0,
             "checkpoint_every": 2,
+            "keep_checkpoints": 3,
             "sampling": {"max_tokens": 2},
             # The fourth task meets this limit before its own end.
             "limits": {"turns": 4, "agent_seconds": 60.0},

@@ -25,6 +25,7 @@ SETTINGS = (
     "loop.max_lag=0",
     "loop.sampling.max_tokens=1",
     "loop.checkpoint_every=1",
+    "loop.keep_checkpoints=3",
     "loop.recipe={foreign}:nudged",
     'rewards=["{foreign}:score"]',
     "evaluation.fraction=0",

@@ -43,6 +43,7 @@ def train(model: str, out: Path, *more: str, lag: int = 0) -> subprocess.Popen[b
         "loop.group_size=4",
         f"loop.max_lag={lag}",
         "loop.checkpoint_every=2",
+        "loop.keep_checkpoints=3",
         "evaluation.fraction=0",
         # A bonus on entropy trains on tokens also where all attempts earned the same.
         'loop.changes.regulariser=[{"kind": "entropy", "coefficient": 0.05}]',

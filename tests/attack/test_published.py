@@ -40,6 +40,7 @@ def settings(updates: int) -> dict[str, object]:
         "loop.group_size": 4,
         "loop.max_lag": 0,
         "loop.checkpoint_every": 1,
+        "loop.keep_checkpoints": 3,
         "loop.optimiser.lr": 1e-2,
         "loop.sampling.max_tokens": 1,
         "evaluation.fraction": 0,

@@ -59,6 +59,7 @@ def servers(folder: Path) -> Iterator[list[Moves]]:
 
 def config(folder: Path, servers: list[Moves]) -> TrainConfig:
     loop: dict[str, Any] = {"updates": UPDATES, "groups": 4, "group_size": 4, "max_lag": 1, "checkpoint_every": 1}
+    loop["keep_checkpoints"] = 3
     loop |= {"sampling": {"max_tokens": 8}}
     engine = {"kind": "vllm", "model": str(folder), "urls": [server.url for server in servers]}
     names = {"agent": f"{Speaker.__module__}:Speaker", "env": f"{EverySecond.__module__}:EverySecond"}

@@ -27,6 +27,7 @@ MICRO = (
     "loop.groups=2",
     "loop.group_size=4",
     "loop.checkpoint_every=2",
+    "loop.keep_checkpoints=3",
     "loop.optimiser.lr=1e-2",
     "loop.sampling.max_tokens=1",
     "evaluation.fraction=0.2",

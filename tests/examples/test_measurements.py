@@ -51,12 +51,14 @@ SMALL: dict[str, str | None] = {
         "--tiny"
     ),
     "python benchmarks/whole_loop.py --trl PYTHON": "--tiny",
+    "python benchmarks/real_model.py MODEL --trl PYTHON --threads 2": "--threads 1",
+    "python benchmarks/real_model.py MODEL --engine": "",
     "python -m pytest -m learning tests/learning/test_turn_credit.py": "--collect-only -q",
 }
 """Each command of the page, with the arguments that make it small. Later ones replace earlier ones. `HELP` is for a
 GPU, for counts.py, which tests/front/test_counts.py runs, and for a second command of a script. None is for a script
 that needs a GPU and a peer's environment, and is compiled only."""
-PLACES = {"FOLDER": "OUT", "OLD_CHECKOUT": str(ROOT), "TOKENS": "2", "[CHECKOUT]": ""}
+PLACES = {"MODEL": "", "FOLDER": "OUT", "OLD_CHECKOUT": str(ROOT), "TOKENS": "2", "[CHECKOUT]": ""}
 
 
 def commands() -> list[str]:

@@ -47,6 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "loop.groups=4",
         "loop.group_size=4",
         "loop.checkpoint_every=1",
+        "loop.keep_checkpoints=3",
         "evaluation.greedy=true",
         'loop.changes={"regulariser": [{"kind": "entropy", "coefficient": 0.05}]}',
     )

@@ -124,6 +124,7 @@ def settings_of(**changes: Any) -> LoopConfig:
             "limits": LIMITS,
             "optimiser": OptimiserConfig(lr=1e-2),
             "checkpoint_every": 3,
+            "keep_checkpoints": 3,
             "max_concurrent": 64,
             **changes,
         }

@@ -36,6 +36,7 @@ MICRO = DemoConfig(
         groups=3,
         group_size=4,
         checkpoint_every=2,
+        keep_checkpoints=3,
         sampling=Sampling(max_tokens=12),
         limits=Limits(turns=3, agent_seconds=120.0, system_seconds=120.0),
         optimiser=OptimiserConfig(lr=1e-3),
