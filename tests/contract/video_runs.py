@@ -58,6 +58,7 @@ def trained(folder: Path, family: str, *, updates: int = 2, resume: bool = False
         "loop.sampling.max_tokens": 3,
         "loop.optimiser.lr": 1e-3,
         "loop.checkpoint_every": 1,
+        "loop.keep_checkpoints": 3,
         "engine.capacity": 1024,
         "engine.renderer.video": "native",
         "evaluation.fraction": 0,

@@ -56,6 +56,7 @@ SETTINGS: dict[str, Any] = {
     "loop.sampling.max_tokens": 3,
     "loop.optimiser.lr": 1e-3,
     "loop.checkpoint_every": 1,
+    "loop.keep_checkpoints": 3,
     "engine.capacity": 1024,
     "evaluation.fraction": 0,
 }
