@@ -6,10 +6,12 @@ completion, and the prefixes stay the same during a run. So the check also fails
 still holds keys and values from earlier weights. The trainer keeps its distributions for the last few versions, so that
 an error can name the version that a sampler has instead.
 
-Differences up to a bound count as rounding. The first check sets the bound. A sync is confirmed (`delivered`) if the
-log-probs have changed by more than twice the bound since the last confirmed sync, and every sampler is closest to the
-newest weights. Otherwise the verdict is `unmoved`. Only confirmed syncs can raise the bound. Small updates that never
-arrive are still found, because they add up: samplers are always compared with the newest weights.
+Differences up to a bound count as rounding. The first check sets the bound. Under autocast, the bound also follows the
+rounding of the model itself, because a sampler may round like the trainer in one batch and otherwise in the next. A
+sync is confirmed (`delivered`) if the log-probs have changed by more than twice the bound since the last confirmed
+sync, and every sampler is closest to the newest weights. Otherwise the verdict is `unmoved`. Only confirmed syncs can
+raise the bound. Small updates that never arrive are still found, because they add up: samplers are always compared with
+the newest weights.
 
 No engine is asked to score given tokens, because vLLM's CPU build with adapters crashes on `prompt_logprobs`.
 """
@@ -51,6 +53,9 @@ FLOOR, NARROW = {torch.float32: 1e-4, torch.float64: 1e-4}, 0.02
 and NARROW for all others."""
 MARGIN = 3.0
 """The bound for rounding is this many times the largest difference that was found after a confirmed sync."""
+ROUNDED = 6.0
+"""Under autocast, differences up to this many times the rounding error count as rounding. A sampler's error is as large
+as the trainer's, and has heavy tails: for SmolLM2-135M, single differences were up to 4.8 times their place's error."""
 FIRST = 0.5
 """The bound in nats for the first check of a run, which can't know yet how the samplers round."""
 KEPT = 8
@@ -70,6 +75,8 @@ class _Version(NamedTuple):
     name: str
     after: NDArray[np.float32]
     """Log-probs (places, vocabulary) of the next token after each place."""
+    rounding: float
+    """The largest error by autocast of a place, in nats: a root mean square over next tokens. 0 without autocast."""
 
 
 class _Answer(NamedTuple):
@@ -146,7 +153,9 @@ class Delivery:
             self._versions.append(await asyncio.to_thread(self._scored, self._row, version, lead.context))
         new = self._versions[-1]
         floor = max(
-            FLOOR.get(self.policy.autocast or next(self.policy.model.parameters()).dtype, NARROW), tolerance or 0.0
+            FLOOR.get(self.policy.autocast or next(self.policy.model.parameters()).dtype, NARROW),
+            ROUNDED * new.rounding,
+            tolerance or 0.0,
         )
         bound = max(floor, FIRST if self._clean is None else MARGIN * self._clean)
         asked = [_beginning(self._row, place) for place in self._places]
@@ -177,7 +186,7 @@ class Delivery:
         self.found |= {"clean": self._clean, "tape": self._tape, "places": list[JsonValue](self._places)}
 
     def _scored(self, row: Row, version: str, context: int | None) -> _Version:
-        self._places, after = self.policy.weights.call(
+        self._places, after, rounding = self.policy.weights.call(
             next_tokens,
             row=with_files([row])[0],
             places=self._places,
@@ -185,7 +194,7 @@ class Delivery:
             autocast=self.policy.autocast,
             vision=self.policy.vision,
         )
-        return _Version(version, after)
+        return _Version(version, after, rounding)
 
     def _sentence(self, answer: _Answer, gaps: list[float], bound: float) -> str:
         new = self._versions[-1]
@@ -213,15 +222,16 @@ def next_tokens(
     context: int | None,
     autocast: torch.dtype | None,
     vision: Vision | None,
-) -> tuple[list[int], NDArray[np.float32]]:
-    """Return the places, and the model's log-probs (places, vocabulary) of the next token after each. Without `places`,
-    choose some in the row."""
+) -> tuple[list[int], NDArray[np.float32], float]:
+    """Return the places, the model's log-probs (places, vocabulary) of the next token after each, and their rounding
+    error by autocast (`_Version.rounding`). Without `places`, choose some in the row."""
     body, output = parts(model)
     # `states` returns the hidden state before each own token, so one more token is added to get the last state.
     own, ones = np.arange(1, len(row) + 1, dtype=np.int32), np.ones(len(row), dtype=np.float32)
     longer = replace(row, input_ids=np.append(row.input_ids, 0), own=own, temperature=ones, bars=())
+    micro = plan([longer], vision=vision)[0]
     with casting(model, autocast):
-        hidden = states(body, plan([longer], vision=vision)[0], model).to(output.weight.dtype)
+        hidden = states(body, micro, model).to(output.weight.dtype)
     if not places:
         logits = output(hidden).float()
         # The model is least sure after these prefixes, so a change of the weights is most visible. The longest prefix
@@ -232,8 +242,12 @@ def next_tokens(
             unsure[place.offset : place.end - 1] = -1.0  # the prefix would end inside the picture
         least = unsure.topk(min(PLACES - 1, int((unsure >= 0).sum()))).indices + 1
         places = sorted({longest, *least.tolist()})
-    after = output(hidden[[place - 1 for place in places]]).float().log_softmax(-1)
-    return places, after.cpu().numpy()
+    ends, rounding = [place - 1 for place in places], 0.0
+    after = output(hidden[ends]).float().log_softmax(-1)
+    if autocast is not None:
+        exact = output(states(body, micro, model)[ends]).float().log_softmax(-1)
+        rounding = float((exact.exp() * (after - exact) ** 2).sum(-1).max().sqrt())
+    return places, after.cpu().numpy(), rounding
 
 
 def _beginning(row: Row, length: int) -> Row:

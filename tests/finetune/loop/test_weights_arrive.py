@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.finetune.loop.delivery import FIRST, Delivery, NotDelivered
+from tapereel.finetune.loop.delivery import FIRST, NARROW, Delivery, NotDelivered
 from tapereel.finetune.loop.plan import UpdateInfo
 from tapereel.tapes.store.store import Store
 
@@ -95,6 +95,27 @@ def test_a_sampler_that_lags_by_small_updates_does_not_widen_the_bound() -> None
     assert max(check["moved"] for check in found) > 0.3, "the updates together can be seen"
     assert all(1e-3 < check["difference"] < check["bound"] == 0.1 for check in found)
     assert float(str(delivery.found["clean"])) < 1e-5
+
+
+def test_a_sampler_may_round_like_the_trainer_and_then_otherwise() -> None:
+    """Under autocast. Both engines have the weights, and one computes in float32."""
+    policy = model()
+    with torch.no_grad():
+        policy.model.norm.weight.mul_(12.0)  # so that rounding is seen
+    narrow = replace(policy_of(policy), autocast=torch.bfloat16)
+    delivery, one = Delivery(narrow), row(turns=(12,))
+    delivery.choose(["a"], lambda tape: [replace(one, input_ids=one.input_ids % len(WORDS))])
+    for dtype in (torch.bfloat16, None):
+        engine = EmbeddedEngine(policy, RENDERER, version="run:0", slots=64, autocast=dtype)
+        asyncio.run(delivery.check(engine, "run:0", None))
+    assert NARROW < float(str(delivery.found["difference"])) < float(str(delivery.found["bound"])) < FIRST
+    with torch.no_grad():
+        policy.model.norm.weight.mul_(0.5)
+    other = EmbeddedEngine(policy, RENDERER, version="run:0", slots=64, autocast=torch.bfloat16)
+    with torch.no_grad():
+        policy.model.norm.weight.mul_(2.0)
+    with pytest.raises(NotDelivered, match="embedded"):
+        asyncio.run(delivery.check(other, "run:0", None))
 
 
 def test_log_probs_that_are_no_numbers_are_no_delivery(tmp_path: Path) -> None:
