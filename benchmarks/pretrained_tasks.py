@@ -21,7 +21,9 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "first_letter.py"
 ITEMS = """lamp chair table clock mirror carpet kettle basket ladder hammer pillow candle bottle pencil shovel bucket
 blanket guitar camera helmet wallet ribbon saddle needle anchor drum fan hat jar key map net pan ring scarf tent vase
 whistle broom brush button cup desk flag glove jacket knife mop napkin plate"""
-PRICES = dict(zip(ITEMS.split(), random.Random(0).sample(range(10, 100), len(ITEMS.split())), strict=True))
+COLOURS = "red blue green yellow white black brown grey pink purple golden orange"
+ARTICLES = [f"{colour} {item}" for colour in COLOURS.split() for item in ITEMS.split()]
+PRICES = dict(zip(ARTICLES, random.Random(0).choices(range(10, 100), k=len(ARTICLES)), strict=True))
 
 
 class Shop(ToolEnvironment):
@@ -30,9 +32,9 @@ class Shop(ToolEnvironment):
     def __init__(self) -> None:
         super().__init__([self.price])
 
-    def price(self, item: str) -> str:
-        """The price of an item."""
-        return f"The {item} costs {PRICES[item]}."
+    def price(self, article: str) -> str:
+        """The price of an article."""
+        return f"The {article} costs {PRICES[article]}."
 
     async def prompt(self, task: tr.Task) -> str:
         return f"What is the price of the {task.public}?"
@@ -43,12 +45,13 @@ class Shop(ToolEnvironment):
 
 
 def called(text: str) -> ToolCalls | Answer:
-    """An answer without a number that names an item looks it up. SmolLM2's chat template can't offer tools, and a model
-    of its size hardly ever writes a call in JSON."""
-    items = [word for word in re.findall(r"[a-z]+", text.lower()) if word in PRICES]
-    if not items or re.search(r"\d", text):
+    """An answer without a number that names an article looks it up. SmolLM2's chat template can't offer tools, and a
+    model of its size hardly ever writes a call in JSON."""
+    words = re.findall(r"[a-z]+", text.lower())
+    named = [article for article in map(" ".join, itertools.pairwise(words)) if article in PRICES]
+    if not named or re.search(r"\d", text):
         return Answer(text=text)
-    return ToolCalls(calls=(ToolCall(id="0", name="price", arguments={"item": items[-1]}),))
+    return ToolCalls(calls=(ToolCall(id="0", name="price", arguments={"article": named[-1]}),))
 
 
 class Product(tr.Environment):
@@ -61,7 +64,6 @@ class Product(tr.Environment):
         return tr.Outcome(reward=float(said[-1:] == [self.right]), terminated=True)
 
 
-SYSTEM = "You know no prices. Name an item to look up its price. Then answer with the price."
 Scene = tuple[Agent, EnvironmentFactory, Sequence[object]]
 
 
@@ -71,7 +73,7 @@ def letter() -> Scene:
 
 
 def price() -> Scene:
-    return tr.ChatAgent(SYSTEM, parse=called, max_tokens=24), Shop, [tr.Task(public=item) for item in PRICES]
+    return tr.ChatAgent(parse=called, max_tokens=24), Shop, [tr.Task(public=article) for article in ARTICLES]
 
 
 def product() -> Scene:
