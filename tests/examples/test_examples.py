@@ -53,6 +53,24 @@ def test_first_letter(tmp_path: Path):
     assert tr.open(tmp_path / "runs" / "first-letter").verify().verdict == "holds"
 
 
+def test_what_pretrained_models_learn_is_measured_once_and_tabled(tmp_path: Path):
+    """docs/project/learning.md. A tiny model without the profile of pretrained ones learns nothing."""
+    model, docs = tr.save_tiny_model(tmp_path / "model", size="micro"), tmp_path / "docs"
+    (docs / "project").mkdir(parents=True)
+    (docs / "project" / "learning.md").write_text(
+        "x\n<!-- pretrained models -->\n<!-- end of pretrained models -->\ny\n"
+    )
+    words = ["--model", model, "--arm", "all", "--seed", "1", "--updates", "1", "--set", "evaluation.limit=4"]
+    script, out = str(EXAMPLES.parent / "benchmarks" / "pretrained.py"), tmp_path / "out"
+    for tasks in (["letter", "price", "product"], ["letter"]):  # the second call finds its run there
+        printed = started(script, *words, "--task", *tasks, "--out", str(out), "--docs", str(docs), cwd=tmp_path)
+    rows = [line for line in printed.splitlines() if line.startswith("| ")][2:]
+    assert [row.split(" | ")[0] for row in rows] == ["| letter", "| price", "| product"]
+    assert all(row in (docs / "project" / "learning.md").read_text() for row in rows)
+    assert len(list(out.iterdir())) == 4
+    assert (docs / "first-letter.png").stat().st_size > 1000
+
+
 def test_hello(tmp_path: Path):
     out = started("hello.py", cwd=tmp_path)
     assert out.splitlines() == [
