@@ -27,15 +27,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pretrained_report import put, table
 from pretrained_tasks import SCENES
 
 import tapereel as tr
-from tapereel.finetune.run.train_run import TrainSummary
 from tapereel.tapes.common.progress import Progress
 from tapereel.tapes.store.run_directory import METRICS, Results, read_metrics
+
+if TYPE_CHECKING:
+    from tapereel.finetune.run.train_run import TrainSummary
 
 ROOT = Path(__file__).resolve().parents[1]
 ARMS: dict[str, dict[str, Any]] = {
