@@ -40,6 +40,15 @@ def add_scene_arguments(parser: argparse.ArgumentParser) -> None:
     add_out_arguments(parser)
 
 
+def add_on_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare `--on`."""
+    parser.add_argument(
+        "--on",
+        metavar="PLACE",
+        help="run episodes in workers: ray starts Ray on this machine, ray:ADDRESS takes a running cluster",
+    )
+
+
 def add_out_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare `--out`, `--resume` and `--take-over`."""
     parser.add_argument("--out", metavar="DIR", help="run directory")

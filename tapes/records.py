@@ -260,6 +260,8 @@ class Begin(Record):
     """Sampling settings of the run, or None if unknown. Each call also records the settings that it used."""
     limits: dict[str, JsonValue] | None = Field(default=None, exclude_if=_is_none)
     """Limits of the episode, including the engine's context length, or None if unknown."""
+    worker: str | None = Field(default=None, exclude_if=_is_none)
+    """The worker that ran the episode, as MACHINE/NUMBER, or None if the process that wrote the tape ran it."""
     at: float
     """Wall-clock time in seconds since 1970."""
 

@@ -368,6 +368,16 @@ class EngineError(TapereelError, RuntimeError):
         self.attempts: tuple[Attempt, ...] = ()
         """All attempts if the engine retried the request. Otherwise empty."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # The arguments of a subclass may differ from `args`, which pickle would call it with.
+        return _unpickled, (type(self), Exception.__str__(self), self.__dict__)
+
+
+def _unpickled(kind: type[EngineError], message: str, state: dict[str, object]) -> EngineError:
+    error = kind.__new__(kind, message)
+    error.__dict__.update(state)
+    return error
+
 
 class EngineStopped(EngineError, RunStopped):
     """No later request can succeed, either because no server answers or because the API key, the model or the budget

@@ -127,6 +127,7 @@ def _begin(
         versions=versions,
         sampling=spec.sampling,
         limits=limits,
+        worker=spec.worker,
         at=time.time(),
     )
 

@@ -43,6 +43,8 @@ class EpisodeSpec(Value):
     """Why to continue `fork` although the environment doesn't reach the recorded state. The tape records the reason."""
     tape_id: str | None = None
     """The id of the new tape. None means a new id."""
+    worker: str | None = None
+    """The name of the worker that runs the episode, which the tape records. None means no worker."""
     versions: dict[str, str] = Field(default_factory=dict[str, str])
     """Versions that the episode must run with, by their names in `Begin.versions`, such as `package` and `tokenizer`.
     `rollout` refuses the episode if the process that runs it has another version. Other versions aren't checked."""

@@ -63,6 +63,8 @@ async def run_attempt(
             return False
         tape = await episode()
         usable.append(tape.trains)
+        if tape.status is Status.CRASHED:  # a worker was lost when an irreversible action may have been running
+            return True
         retry = True
     return True
 

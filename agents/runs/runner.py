@@ -34,15 +34,17 @@ from ...tapes.store.summary import attempts_of
 from ...tapes.value import Value
 from ..engines.engine import Engine, EngineStopped
 from ..engines.team_engine import check_seats
-from ..episode.rollout import rollout
 from ..episode.seeds import derive_seed
 from ..episode.spec import EpisodeSpec
 from ..setup.engine_config import check_models, pinned, warn_of_faults
 from ..setup.profiles import fitted
 from ..setup.setup import AgentSource, EnvSource, LoadedSetup, Setup, TasksSource
 from ..setup.team_config import AttemptsConfig, RolloutConfig, check_outermost, make_team
+from .attempts import Attempts
 from .group import RETRIES, needs_episode, run_all, run_attempt
+from .on_ray import placed_attempts
 from .pass_at_k import Comparison, Rewards, Scores, check_k, compare, evaluate_rewards, standard_error
+from .worker import Engines
 
 
 class SuccessConfig(Config):
@@ -148,12 +150,19 @@ def run(
     config, setup = fitted(pinned(config)).resolve(agent=agent, env=env, tasks=tasks)
     check_outermost(config.players, setup.agent.path)
     check_free(out)  # checked before a model is loaded
-    with setup:
-        return run_async(_run(config, setup, Path(out).absolute(), resume, progress, started))
+    engines = Engines(config.engine, config.players)
+    with setup, placed_attempts(config, setup, engines, most=config.concurrency) as place:
+        return run_async(_run(config, setup, place, Path(out).absolute(), resume, progress, started))
 
 
 async def _run(
-    config: RunConfig, setup: LoadedSetup, out: Path, resume: bool, progress: Progress, started: float
+    config: RunConfig,
+    setup: LoadedSetup,
+    place: Attempts,
+    out: Path,
+    resume: bool,
+    progress: Progress,
+    started: float,
 ) -> RunSummary:
     engine, publishes = await make_team(config.engine, config.players, shows=setup.shows)
     warn_of_faults(engine.renderer, config.sampling, tools=setup.tools)
@@ -161,7 +170,7 @@ async def _run(
     with open_run(out, config, resume=resume, free=FREE, engines=engines, code=setup.code) as directory:
         store = directory.store
         store.record_weights(*publishes.values())
-        attempts = _Attempts(config, setup, directory)
+        attempts = _Attempts(config, setup, directory, place)
         try:
             with watch_episodes():
                 await attempts.run(engine, progress)
@@ -169,6 +178,7 @@ async def _run(
             said = f"{attempts.done:,} of {attempts.total:,} attempts have ended"
             raise stopped.at(said, engines if directory.fruitless else ()) from stopped
         finally:
+            await place.close()
             await engine.close()
         rewards = getattr(setup.env, "rewards", None)
         if rewards is not None and rewards.relative:
@@ -182,9 +192,10 @@ async def _run(
 class _Attempts:
     """All attempts that the run needs, and the episodes that they already have."""
 
-    def __init__(self, config: RunConfig, setup: LoadedSetup, directory: RunDir) -> None:
+    def __init__(self, config: RunConfig, setup: LoadedSetup, directory: RunDir, place: Attempts) -> None:
         self.config = config
         self.setup = setup
+        self.place = place
         self.journal = directory.store.writer
         self.usable: dict[tuple[str, int], list[bool]] = {}
         """By (group, attempt), one value for each episode: True if it can be trained on. See `needs_episode`."""
@@ -255,7 +266,7 @@ class _Attempts:
                 limits=config.limits,
                 sampling=config.sampling,
             )
-            tape = await rollout(self.setup.agent, self.setup.env, spec, engine=engine, journal=self.journal)
+            tape = await self.place.run(spec, engine, self.journal)
             tapes.append(tape)
             if tape.trains and tape.status is not Status.ERROR:
                 self.spoke.update(call.by for call in tape.calls)
@@ -291,7 +302,7 @@ def _summary(run: _Attempts, store: Store, out: Path, seconds: float) -> RunSumm
         turns=sum(s.actions for s in found) / len(found) if found else None,
         tokens=books.counts,
         seconds=round(seconds, 3),
-        advice=advice(store, config.split),
+        advice=(*run.place.notes, *advice(store, config.split)),
         code_changes=code_changes(out),
     )
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, cast
 
 from pydantic import Field, JsonValue
 
@@ -32,6 +32,7 @@ from ...tapes.errors import BadArgument, TapereelError, UsageError
 from ...tapes.records import Task
 from ..episode.agent import Agent, FunctionAgent
 from .code_digest import code_digests
+from .on_config import On
 
 if TYPE_CHECKING:
     from ...envs.remote.pool import Pool
@@ -73,6 +74,8 @@ class LoadedSetup:
     """Name of the environment's class, if it is known that nothing scores its episodes."""
     code: dict[str, str] = field(default_factory=dict[str, str], kw_only=True)
     """Digests of the user's code (`code_digests`)."""
+    sources: tuple[AgentSource, EnvSource] = field(kw_only=True)
+    """The agent and the environment, each as an object or a name, for another process to load."""
 
     @property
     def tools(self) -> bool:
@@ -103,6 +106,20 @@ class LoadedSetup:
         """End the processes of `env_processes`, if there are any."""
         if self.pool is not None:
             self.pool.close()
+
+
+class LoadedScene(NamedTuple):
+    """The agent and the environment that a `Setup` names. `env` creates one environment per episode."""
+
+    agent: Agent
+    env: EnvironmentFactory
+    sample: AnyEnvironment
+    """An instance that is already closed."""
+    pool: Pool | None
+    unscored: str | None
+    """The same as `LoadedSetup.unscored`."""
+    code: dict[str, str]
+    """The same as `LoadedSetup.code`."""
 
 
 class DatasetConfig(Config):
@@ -152,6 +169,9 @@ class Setup(TasksConfig, SeedConfig):
     """Number of processes for the environments. Each process runs one episode at a time, and further episodes wait.
     None means that environments run in this process. In that case, an environment that exits ends the run, and an
     environment that computes without awaiting blocks the run."""
+    on: On = None
+    """Where episodes run. None means this process. `ray` starts Ray on this machine, and `ray:ADDRESS` takes a running
+    cluster. A mapping has further settings, such as {cpus: 4}."""
     count: int | None = Field(default=None, ge=1)
     """Number of tasks to use, starting with the first. None means all tasks."""
     rewards: tuple[str, ...] = ()
@@ -177,9 +197,7 @@ class Setup(TasksConfig, SeedConfig):
         name `module:qualname` for an object if importing this name returns the same object. Otherwise, it has
         `<object of module.Class>`. Raises UsageError if a setting and its argument differ.
         """
-        made_agent = load_agent(*self._source("agent", agent))
-        made_env, sample = _loaded_env(*self._source("env", env), self.environment_seconds)
-        pool = None if self.env_processes is None else _pool(made_env, self.env_processes)
+        scene = self.scene(agent=agent, env=env, pooled=self.on is None)
         source, name = self._source("tasks", tasks)
         made_tasks = load_tasks(source, self.task_row, self.count, dataset=self.dataset, name=name)
         names = {
@@ -187,16 +205,31 @@ class Setup(TasksConfig, SeedConfig):
             "env": self._recorded("env", env, _name_of),
             "tasks": self._recorded("tasks", tasks, lambda thing: name_of_tasks(thing, made_tasks)),
         }
+        loaded = LoadedSetup(
+            scene.agent,
+            scene.env,
+            made_tasks,
+            pool=scene.pool,
+            sample=scene.sample,
+            unscored=scene.unscored,
+            code=scene.code,
+            sources=(self._source("agent", agent)[0], self._source("env", env)[0]),
+        )
+        loaded.check_tasks(made_tasks)
+        return self.model_copy(update=names), loaded
+
+    def scene(self, *, agent: AgentSource | None, env: EnvSource | None, pooled: bool = True) -> LoadedScene:
+        """Load the agent and the environment with its rewards. The arguments are as in `resolve`. With `pooled`, the
+        processes of `env_processes` are started."""
+        made_agent = load_agent(*self._source("agent", agent))
+        made_env, sample = _loaded_env(*self._source("env", env), self.environment_seconds)
+        pool = _pool(made_env, self.env_processes) if pooled and self.env_processes is not None else None
         rewards = load_rewards(self.rewards)
         code = code_digests(made_agent, made_env, sample, sample.rewards, rewards)
         made_env = pool or made_env
         made_env = made_env if rewards is None else rewarded(made_env, rewards)
         unscored_by = type(sample).__name__ if rewards is None and unscored(sample) else None
-        loaded = LoadedSetup(
-            made_agent, made_env, made_tasks, pool=pool, sample=sample, unscored=unscored_by, code=code
-        )
-        loaded.check_tasks(made_tasks)
-        return self.model_copy(update=names), loaded
+        return LoadedScene(made_agent, made_env, sample, pool, unscored_by, code)
 
     def _source(self, key: str, passed: Any) -> tuple[Any, str]:
         """Return (source, name). `source` is the object, or the name or list to load. `name` is for error messages.

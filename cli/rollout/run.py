@@ -11,7 +11,14 @@ from ...tapes.common.text import counted
 from ...tapes.store.books import spent
 from ..console import Exit, Section, answer, command
 from ..progress_bars import live_progress
-from ..scene_arguments import add_config_arguments, add_scene_arguments, resumable, run_directory, scene_settings
+from ..scene_arguments import (
+    add_config_arguments,
+    add_on_argument,
+    add_scene_arguments,
+    resumable,
+    run_directory,
+    scene_settings,
+)
 from ..score_lines import cut_lines, lost_line, read_k, score_lines
 
 if TYPE_CHECKING:
@@ -32,6 +39,7 @@ SHOWN = 3
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     add_scene_arguments(parser)
+    add_on_argument(parser)
     parser.add_argument("--attempts", metavar="N", help="episodes of each task (default 1)")
     parser.add_argument(
         "--k",
@@ -48,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from ...agents.setup.engine_config import LiteLLMConfig
     from ...agents.setup.profiles import fitted
 
-    config = load_config(RunConfig, args.config, [*_k_settings(args), *scene_settings(args, "attempts")])
+    config = load_config(RunConfig, args.config, [*_k_settings(args), *scene_settings(args, "attempts", "on")])
     if args.dry_run:
         config = fitted(config)
         hosted, size = config.engine, (config.limits.turns, config.sampling.max_tokens)

@@ -21,6 +21,7 @@ from ..episode_lines import say_episode
 from ..progress_bars import live_progress
 from ..scene_arguments import (
     add_config_arguments,
+    add_on_argument,
     add_scene_arguments,
     as_given,
     resumable,
@@ -41,6 +42,7 @@ tapereel train --config runs/digits/config.yaml --out runs/digits --resume
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     add_scene_arguments(parser)
+    add_on_argument(parser)
     add_config_arguments(parser, " and the memory, tokens and time that training needs")
 
 
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from ...finetune.run.train_config import TrainConfig
     from ...finetune.trainer.options import fitted
 
-    config = load_config(TrainConfig, args.config, scene_settings(args))
+    config = load_config(TrainConfig, args.config, scene_settings(args, "on"))
     other = os.environ.get("RANK", "0") != "0"  # `torchrun` starts several processes, and only the first one prints
     if args.dry_run and other:
         return Exit.HOLDS

@@ -26,6 +26,7 @@ from ...agents.engines.engine import TRAINING, CapableEngine, Engine, TrainableE
 from ...agents.engines.team_engine import TeamEngine, UnknownAgent, check_seats, lead_of
 from ...agents.episode.process_settings import quick_switches
 from ...agents.episode.seeds import derive_seed
+from ...agents.runs.attempts import Attempts
 from ...envs.environment import EnvironmentFactory, check_factory
 from ...envs.loop_watch import watch_episodes
 from ...envs.rewards.relative import training_reward
@@ -153,6 +154,7 @@ class Loop:
         start: int | None = None,
         on_update: Callable[[UpdateReport], None] | None = None,
         settled: Callable[[], Awaitable[None]] = _at_once,
+        place: Attempts | None = None,
     ) -> None:
         """`learners` are the policies that learn. The first has the agents of `config`, and its engine samples for all
         agents, as a `TeamEngine` if there are other policies. `tasks(k)` returns the task for group k, and must return
@@ -161,7 +163,8 @@ class Loop:
 
         `start` is the number of updates that the policy had when the loop first began, by default its current number. A
         resumed loop needs it to end at the same update as an uninterrupted one. `settled` is awaited before the engine
-        gets new weights or sleeps, for example until an evaluation has ended.
+        gets new weights or sleeps, for example until an evaluation has ended. `place` is where episodes run, by default
+        this process.
         """
         self.learners = (replace(learners[0], agents=config.agents), *learners[1:])
         """The policies that learn. The first leads."""
@@ -186,6 +189,7 @@ class Loop:
             tasks=tasks,
             recipe=recipe,
             seed=seed,
+            place=place,
         )
         self.train_seconds = 0.0
         self.train_engine_seconds = 0.0

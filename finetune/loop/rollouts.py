@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 
-from ...agents import Agent, EpisodeSpec, rollout
+from ...agents import Agent, EpisodeSpec
 from ...agents.episode.seeds import derive_seed
+from ...agents.runs.attempts import Attempts, LocalAttempts
 from ...agents.runs.group import Closing, Group, fill
 from ...envs.environment import EnvironmentFactory
 from ...envs.rewards import Rewards
@@ -110,6 +111,7 @@ class Rollouts:
         tasks: Callable[[int], object],
         recipe: Recipe,
         seed: int,
+        place: Attempts | None = None,
     ) -> None:
         """The engine of the first policy in `learners` samples for all agents."""
         history, engine = learners[0].history, learners[0].engine
@@ -121,6 +123,7 @@ class Rollouts:
         self.env = env
         self.tasks = tasks
         self.seed = seed
+        self.place = place or LocalAttempts(agent, env)
         others = (path for learner in learners for path in learner.agents or ())
         self.trained = None if config.agents is None else frozenset((*config.agents, *others))
         """Paths of the agents that are trained, by any of the policies. None means all agents."""
@@ -324,7 +327,7 @@ class Rollouts:
             sampling=self.config.sampling,
             fork=group.prefixes.get(k),
         )
-        tape = await rollout(self.agent, self.env, spec, engine=self.engine, journal=self.store.writer)
+        tape = await self.place.run(spec, self.engine, self.store.writer)
         self.sampled_tokens += sum(len(c.completion or ()) for c in tape.calls)
         return tape
 

@@ -17,6 +17,9 @@ from typing import Any, cast
 from pydantic import Field, JsonValue
 
 from ...agents.engines.engine import EngineStopped
+from ...agents.runs.attempts import Attempts
+from ...agents.runs.on_ray import placed_attempts
+from ...agents.runs.worker import Engines
 from ...agents.setup.setup import AgentSource, EnvSource, LoadedSetup, TasksSource
 from ...tapes.audit.advice import advice
 from ...tapes.common.progress import Progress, silent
@@ -119,19 +122,22 @@ def train(
     if setup is None:
         config, setup = config.checked(resume).resolve(agent=agent, env=env, tasks=tasks)
     with with_threads(config.threads), setup, launched(**config.processes.model_dump()) as ranks:
-        if not ranks.rank:
-            check_free(out)  # before a model is loaded
         folder = Path(out).absolute()
-        loaded = LoadedRun.of(config, setup, folder, ranks)
         if ranks.rank:
-            return cast(TrainSummary, loaded.policy.weights.follow())
-        with loaded.policy.weights.leading():
-            summary = _lead(loaded, folder, resume, progress, on_episode)
+            return cast(TrainSummary, LoadedRun.of(config, setup, folder, ranks).policy.weights.follow())
+        check_free(out)  # before a model is loaded
+        engines = Engines(config.engine, config.players)
+        with placed_attempts(config, setup, engines, most=config.loop.max_concurrent) as place:
+            loaded = LoadedRun.of(config, setup, folder, ranks)
+            with loaded.policy.weights.leading():
+                summary = _lead(loaded, folder, resume, progress, on_episode, place)
         loaded.policy.weights.finish(summary)
         return summary
 
 
-def _lead(loaded: LoadedRun, out: Path, resume: bool, progress: Progress, on_episode: OnEpisode | None) -> TrainSummary:
+def _lead(
+    loaded: LoadedRun, out: Path, resume: bool, progress: Progress, on_episode: OnEpisode | None, place: Attempts
+) -> TrainSummary:
     """Do the whole run on rank 0. The other ranks only compute their share of each update."""
     config = loaded.config
     assert loaded.scene is not None
@@ -168,7 +174,7 @@ def _lead(loaded: LoadedRun, out: Path, resume: bool, progress: Progress, on_epi
             with directory.timed("total"), tracking(directory, config.trackers) as trackers:
                 folder = str(config.engine.model)
                 check_begun(directory.results, loaded.policy.weights.digest, out, folder)
-                training = Training(loaded, directory, progress, on_episode, trackers)
+                training = Training(loaded, directory, progress, on_episode, trackers, place)
                 try:
                     training.complete()
                 except EngineStopped as stopped:
@@ -179,7 +185,7 @@ def _lead(loaded: LoadedRun, out: Path, resume: bool, progress: Progress, on_epi
             directory.results.books_close = books.closes
             directory.save()
             hints = advice(directory.store, "train", _loop_lines(out), directory.results.after)
-    return _summary(training, tuple(hints))
+    return _summary(training, (*place.notes, *hints))
 
 
 def _new_results(loaded: LoadedRun) -> Results:

@@ -13,10 +13,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any, cast
 
-from ...agents import Engine, EpisodeSpec, rollout
+from ...agents import Engine, EpisodeSpec
 from ...agents.engines.engine import TrainableEngine
 from ...agents.engines.team_engine import check_sight
 from ...agents.episode.seeds import derive_seed
+from ...agents.runs.attempts import Attempts, LocalAttempts
 from ...agents.runs.group import run_all
 from ...agents.runs.pass_at_k import NothingInCommon, compare
 from ...agents.runs.runner import rewards_of as recorded_rewards
@@ -85,9 +86,11 @@ class Training:
         progress: Progress = silent,
         on_episode: OnEpisode | None = None,
         trackers: Trackers | None = None,
+        place: Attempts | None = None,
     ) -> None:
         self.loaded, self.run, self.progress = loaded, run, progress
         self.on_episode, self.trackers = on_episode, trackers
+        self._place = place
         self.config, self.recipe = loaded.config, loaded.recipe
         self.loop, self.players = self.config.loop, self.config.players
         self.policies, self.policy = loaded.policies, loaded.policy
@@ -115,6 +118,11 @@ class Training:
         """The scene. It must not be None, so this is only for a run that samples."""
         assert self.loaded.scene is not None
         return self.loaded.scene
+
+    @property
+    def place(self) -> Attempts:
+        """Where episodes run."""
+        return self._place or LocalAttempts(self.scene.agent, self.scene.env)
 
     def complete(self) -> None:
         """Restore the weights, then run the warm start and the loop with its evaluations."""
@@ -151,7 +159,8 @@ class Training:
     @property
     def measured_by(self) -> MeasuredBy:
         """Which engine is used for evaluations."""
-        return self.config.evaluation.engine or ("own" if self.config.engine.kind == "embedded" else "loop")
+        own = self.config.engine.kind == "embedded" and self.config.on is None
+        return self.config.evaluation.engine or ("own" if own else "loop")
 
     @asynccontextmanager
     async def measuring(self) -> AsyncIterator[Engine]:
@@ -280,7 +289,10 @@ class Training:
     async def _improve(self) -> None:
         """Make the missing updates of the loop, with evaluations on held-out tasks before, during and after it."""
         async with frozen_engines(self.players, self.run) as self._frozen:
-            await self._improve_and_evaluate()
+            try:
+                await self._improve_and_evaluate()
+            finally:
+                await self.place.close()
 
     async def _improve_and_evaluate(self) -> None:
         results = self.run.results
@@ -386,6 +398,7 @@ class Training:
             start=start,
             on_update=report,
             settled=self.settled,
+            place=self.place,
         )
         if reached(self.run.results, self.loop.stop_at):
             loop.stop()
@@ -439,7 +452,7 @@ class Training:
 
         async def play(spec: EpisodeSpec) -> Tape:
             nonlocal done
-            tape = await rollout(scene.agent, scene.env, spec, engine=engine, journal=self.run.store.writer)
+            tape = await self.place.run(spec, engine, self.run.store.writer)
             done += 1
             for path, reward in rewards_of(tape, self.trained).items():
                 earned.setdefault(path, []).extend(() if reward is None else (reward,))
