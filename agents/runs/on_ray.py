@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from ...tapes.common.text import counted, logger
 from ...tapes.errors import MissingExtra, UsageError
+from ..setup.engine_config import ServerConfig
 from ..setup.on_config import RayConfig
 from ..setup.setup import LoadedSetup, Setup
 from ..setup.team_config import renderer_of
@@ -42,14 +43,19 @@ class NoRay(MissingExtra, UsageError):
 
 
 @contextmanager
-def placed_attempts(config: Setup, setup: LoadedSetup, engines: Engines, *, most: int) -> Iterator[Attempts]:
-    """Provide what runs the episodes of a run, at most `most` of them at a time. Raises UsageError if workers can't be
-    used."""
+def placed_attempts(
+    config: Setup, setup: LoadedSetup, engines: Engines, *, most: int, trains: bool = False
+) -> Iterator[Attempts]:
+    """Provide what runs the episodes of a run, at most `most` of them at a time. With `trains`, weights change. Raises
+    UsageError if workers can't be used."""
     if config.on is None:
         yield LocalAttempts(setup.agent, setup.env)
         return
-    kinds = [one.kind for one in (engines.engine, *(player.engine for player in engines.players.values()))]
-    lends = any(kind in ("embedded", "custom") for kind in kinds)
+    models = [engines.engine, *(player.engine for player in engines.players.values())]
+    kinds = [one.kind for one in models]
+    # The lead's engine knows which weights its servers have, and its own server is known to nobody else.
+    alone = any(isinstance(one, ServerConfig) and not one.urls for one in models)
+    lends = trains or alone or any(kind in ("embedded", "custom") for kind in kinds)
     with _connected(config.on) as ray:
         handles = _start(ray, config, setup, engines, most)
         try:
@@ -76,6 +82,7 @@ def _connected(on: RayConfig) -> Iterator[Any]:
     if on.address is None:
         # Without this, Ray listens on all networks of the machine.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default, so that a busy machine starves the workers
     try:
         ray = import_module("ray")
     except ModuleNotFoundError as error:

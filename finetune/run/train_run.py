@@ -127,7 +127,7 @@ def train(
             return cast(TrainSummary, LoadedRun.of(config, setup, folder, ranks).policy.weights.follow())
         check_free(out)  # before a model is loaded
         engines = Engines(config.engine, config.players)
-        with placed_attempts(config, setup, engines, most=config.loop.max_concurrent) as place:
+        with placed_attempts(config, setup, engines, most=config.loop.max_concurrent, trains=True) as place:
             loaded = LoadedRun.of(config, setup, folder, ranks)
             with loaded.policy.weights.leading():
                 summary = _lead(loaded, folder, resume, progress, on_episode, place)
