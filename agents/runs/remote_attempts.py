@@ -247,7 +247,7 @@ class RemoteAttempts:
     async def _cancelled(self, member: _Member, flight: _Flight, tape: str) -> None:
         """Let the worker end the episode as cancelled, and append its last records."""
         self._call(member, "cancel", tape).add_done_callback(_seen)
-        with suppress(TimeoutError, WorkerLost, Exception):
+        try:
             async with asyncio.timeout(CLOSING):
                 while True:
                     batch = await self._batch(member, flight)
@@ -255,6 +255,8 @@ class RemoteAttempts:
                     if batch.ended:
                         return
                     flight.call = self._call(member, "go_on", tape)
+        except (TimeoutError, WorkerLost) as error:
+            log.warning("a cancelled episode of %s has no tape: %s", member.name, error or f"none in {CLOSING:g} s")
 
     def _came_late(self, flight: _Flight, call: asyncio.Future[object]) -> None:
         """Store the whole tape of an episode that was made again. A tape of which a part is stored has ended there."""

@@ -199,7 +199,9 @@ class Worker:
         self._loading: asyncio.Future[tuple[LoadedScene, Renderer | None]] | None = None
         self._own: asyncio.Future[Engine] | None = None
         self._episodes: dict[str, _Episode] = {}
-        self._outbox: asyncio.Queue[Asked] = asyncio.Queue()
+        self._outbox: list[Asked] = []
+        self._news = asyncio.Event()
+        self._polls = 0
         self._waiting: dict[int, _Waiting] = {}
         self._numbers = count()
 
@@ -265,11 +267,22 @@ class Worker:
         return TeamEngine(engines) if len(engines) > 1 else engines[""]
 
     async def requests(self) -> list[Asked]:
-        """Wait for requests to the lead's engines, and return all that there are."""
-        found = [await self._outbox.get()]
-        while not self._outbox.empty():
-            found.append(self._outbox.get_nowait())
+        """Wait for requests to the lead's engines, and return all that there are. An earlier call returns nothing,
+        because its caller is gone."""
+        self._polls += 1
+        mine = self._polls
+        self._news.set()
+        while mine == self._polls and not self._outbox:
+            self._news.clear()
+            await self._news.wait()
+        if mine != self._polls:
+            return []
+        found, self._outbox = self._outbox, []
         return found
+
+    def _send(self, asked: Asked) -> None:
+        self._outbox.append(asked)
+        self._news.set()
 
     async def answers(self, answers: Sequence[Answer]) -> None:
         """Pass on what the lead's engines say."""
@@ -284,11 +297,11 @@ class Worker:
         if sent.prompt is not None:
             sent = replace(sent, messages=())  # the tokens say the same
         self._waiting[number] = waiting
-        self._outbox.put_nowait(Asked(number, tape, sent, files, request.listener is not None))
+        self._send(Asked(number, tape, sent, files, request.listener is not None))
         try:
             return await asyncio.shield(waiting.answer)
         except asyncio.CancelledError:
-            self._outbox.put_nowait(Asked(number, tape, None))
+            self._send(Asked(number, tape, None))
             with suppress(TimeoutError, EngineError):
                 async with asyncio.timeout(PARTIAL_SECONDS):
                     partial = await asyncio.shield(waiting.answer)
@@ -315,7 +328,7 @@ class _Waiting:
         match said.what, said.value:
             case (("done" | "cancelled"), Completion() as completion):
                 self.answer.set_result(completion)
-            case "failed", Exception() as error:
+            case (("failed" | "cancelled"), Exception() as error):
                 self.answer.set_exception(error)
             case "started", _ if self.request.on_start is not None:
                 self.request.on_start()
