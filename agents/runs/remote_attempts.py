@@ -228,6 +228,7 @@ class RemoteAttempts:
         try:
             found = call.result()
         except self._gone as error:
+            member.well = False  # until it answers again
             raise WorkerLost(f"the worker {member.name} is gone") from error
         except Exception as error:
             cause = getattr(error, "cause", None)  # Ray's error about an error of the called method
