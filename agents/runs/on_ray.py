@@ -51,6 +51,12 @@ def placed_attempts(
     if config.on is None:
         yield LocalAttempts(setup.agent, setup.env)
         return
+    for name, player in engines.players.items():
+        if trains and not getattr(player, "frozen", True):
+            raise UsageError(
+                f"on=ray: players.{name} learns, and workers serve one policy that learns: set players.{name}.frozen, "
+                "or leave `on` out"
+            )
     models = [engines.engine, *(player.engine for player in engines.players.values())]
     kinds = [one.kind for one in models]
     # The lead's engine knows which weights its servers have, and its own server is known to nobody else.
@@ -59,11 +65,11 @@ def placed_attempts(
     with _connected(config.on) as ray:
         handles = _start(ray, config, setup, engines, most)
         try:
-            _check(ray, handles, setup, engines, "embedded" in kinds)
+            named = _check(ray, handles, setup, engines, "embedded" in kinds)
             yield RemoteAttempts(
                 setup.agent,
                 setup.env,
-                cast(Mapping[str, Handle], handles),
+                cast(Mapping[str, Handle], named),
                 gone=(ray.exceptions.RayActorError,),
                 kill=lambda handle: ray.kill(handle, no_restart=False),
                 lends=lends,
@@ -162,9 +168,9 @@ def _start(ray: Any, config: Setup, setup: LoadedSetup, engines: Engines, most: 
     return {f"worker-{number}": made.remote(what) for number in range(number)}
 
 
-def _check(ray: Any, handles: dict[str, Any], setup: LoadedSetup, engines: Engines, embedded: bool) -> None:
-    """Wait until the workers have loaded everything. Workers that don't start in time are left out. Raises UsageError
-    if none starts, or if one can't take part."""
+def _check(ray: Any, handles: dict[str, Any], setup: LoadedSetup, engines: Engines, embedded: bool) -> dict[str, Any]:
+    """Wait until the workers have loaded everything. Return them by machine and number. Workers that don't start in
+    time are left out. Raises UsageError if none starts, or if one can't take part."""
     refs = {handle.ready.remote(): name for name, handle in handles.items()}
     asked = time.time()
     done, waiting = ray.wait(list(refs), num_returns=len(refs), timeout=READY_SECONDS)
@@ -176,13 +182,16 @@ def _check(ray: Any, handles: dict[str, Any], setup: LoadedSetup, engines: Engin
     renderer = renderer_of(engines.engine)
     tokenizer = renderer.tokenizer_hash + renderer.template_hash if renderer is not None else None
     here = Hello(socket.gethostname(), os.getpid(), asked, package_digest(), setup.code, tokenizer)
-    for ref in done:
+    named: dict[str, Any] = {}
+    for number, ref in enumerate(done):
         try:
             hello = ray.get(ref)
         except Exception as error:
             cause = getattr(error, "cause", None) or error
             raise UsageError(f"on=ray: a worker can't load the run: {type(cause).__name__}: {cause}") from error
         check_hello(hello, here, refs[ref], embedded=embedded, until=time.time())
+        named[f"{hello.machine}/{number}"] = handles[refs[ref]]
+    return named
 
 
 def check_hello(hello: Hello, here: Hello, name: str, *, embedded: bool, until: float) -> None:

@@ -338,6 +338,21 @@ def verifiers() -> None:
     )
 
 
+def on_ray() -> None:
+    """Episodes in Ray actors of this machine."""
+    roll = RunConfig.model_validate(
+        {
+            "agent": f"{DIGITS}:player",
+            "env": f"{DIGITS}:Digits",
+            "tasks": f"{DIGITS}:tasks",
+            "engine": {"kind": "scripted", "answers": ["7"]},
+            "count": 4,
+            "on": "ray",
+        }
+    )
+    assert run(roll, "on-ray").scored == 4
+
+
 def site() -> None:
     """The site of the pages, built strictly and checked."""
     subprocess.run([sys.executable, ROOT / "docs" / "build.py"], check=True)
@@ -362,6 +377,7 @@ SMOKES: dict[str, Callable[[], object]] = {
     "math": mathematics,
     "browser": browser,
     "verifiers": verifiers,
+    "ray": on_ray,
     "docs": site,
 }
 """Extra -> its use. `vllm` is not here: it is only resolved."""

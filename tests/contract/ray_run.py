@@ -1,4 +1,4 @@
-"""Parts of `test_ray`: python ray_run.py PART, in the environment of `ray_env`. Each part stops the Ray that it starts."""
+"""Parts of `test_ray`: python ray_run.py PART, in the environment of `ray_env`. Each part stops its Ray."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def node() -> None:
 def lead() -> None:
     """A lead that is killed continues with --resume, and makes nothing twice."""
     words = ["run", *world("Slow"), "--on", "ray", "--out", "there"]
-    running = subprocess.Popen(command(*words), stdout=subprocess.DEVNULL, start_new_session=True)
     _when_running(lambda _: running.kill(), at=4)
+    running = subprocess.Popen(command(*words), stdout=subprocess.DEVNULL, start_new_session=True)
     assert running.wait(200) == -signal.SIGKILL
     time.sleep(5)
     summary(*words, "--resume")
@@ -154,16 +154,9 @@ def refused() -> None:
     players = ["--set", "players={other: {agents: [player/x], engine: {model: model}}}"]
     subprocess.run([sys.executable, DIGITS, "model"], check=True, capture_output=True, timeout=100)
     assert "players" in refusal("train", *digits(), *players, "--on", "ray", "--out", "out")
+    start = ["start", "--head", "--port=0", "--num-cpus=1", "--include-dashboard=false"]
     started = subprocess.run(
-        [
-            Path(sys.executable).parent / "ray",
-            "start",
-            "--head",
-            "--port=0",
-            "--num-cpus=1",
-            "--include-dashboard=false",
-        ]
-        + ["--object-store-memory=100000000"],
+        [Path(sys.executable).parent / "ray", *start, "--object-store-memory=100000000"],
         capture_output=True,
         text=True,
         timeout=100,

@@ -22,15 +22,26 @@ async def player(tape: Tape, llm: LLM) -> AsyncIterator[Any]:
     yield Answer(text=(await llm(tape)).text)
 
 
+def _note() -> None:
+    if "TURNS" in os.environ:
+        with Path(os.environ["TURNS"]).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+def _exit_once() -> None:
+    flag = Path("exited")
+    if not flag.exists():
+        flag.touch()
+        os._exit(7)
+
+
 class Slow(Environment[Answer]):
     async def reset(self, task: Task) -> Word:
         self.word, self.turns = str(task), 0
         return Word(text=self.word)
 
     async def step(self, action: Answer) -> Outcome:
-        if "TURNS" in os.environ:
-            with Path(os.environ["TURNS"]).open("a") as file:
-                file.write(f"{os.getpid()}\n")
+        _note()
         await asyncio.sleep(0.5)
         self.turns += 1
         drawn = self.rng.random()
@@ -41,10 +52,7 @@ class Slow(Environment[Answer]):
 
 class ExitsOnce(Slow):
     async def step(self, action: Answer) -> Outcome:
-        flag = Path("exited")
-        if not flag.exists():
-            flag.touch()
-            os._exit(7)
+        _exit_once()
         return await super().step(action)
 
 
