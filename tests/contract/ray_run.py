@@ -117,11 +117,11 @@ def node() -> None:
     import ray
     from ray.cluster_utils import Cluster
 
+    _when_running(lambda _: cluster.remove_node(other, allow_graceful=False), at=2)  # the nodes inherit its variable
     small = {"object_store_memory": 100 * 2**20}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, **small})
     other = cluster.add_node(num_cpus=1, **small)
     try:
-        _when_running(lambda _: cluster.remove_node(other, allow_graceful=False), at=2)
         made = summary("run", *world("Slow"), "--on", f"ray:{cluster.address}", "--out", "there")
         assert made["scored"] == made["tasks"], made
         assert any("lost with a worker" in line for line in made["advice"]), made
