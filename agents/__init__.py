@@ -10,6 +10,7 @@ if __name__ == "agents":
 
 from typing import TYPE_CHECKING
 
+from ..tapes.common.extras import lazy_names
 from .engines.engine import (
     Capability,
     Completion,
@@ -32,10 +33,12 @@ from .replay.replay_engine import Diverged, ReplayEngine
 from .runs.group import rollout_group
 
 if TYPE_CHECKING:
+    from .engines.check_engine import check_engine
     from .engines.embedded.embedded_engine import EmbeddedEngine
     from .engines.servers.litellm_engine import LiteLLMEngine
     from .engines.servers.server_engine import RemoteEngine
     from .engines.team_engine import TeamEngine
+    from .runs.runner import RunConfig
 
     def _conform(
         scripted: ScriptedEngine,
@@ -57,6 +60,7 @@ __all__ = [
     "ChatAgent",
     "Completion",
     "Diverged",
+    "EmbeddedEngine",
     "Engine",
     "EngineError",
     "EpisodeSpec",
@@ -70,11 +74,21 @@ __all__ = [
     "ReplayEngine",
     "Reply",
     "Request",
+    "RunConfig",
     "ScriptedEngine",
     "TrainableEngine",
     "agent",
+    "check_engine",
     "delegate",
     "read_tool_calls",
     "rollout",
     "rollout_group",
 ]
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "engines.check_engine": "check_engine",
+        "engines.embedded.embedded_engine": "EmbeddedEngine",
+        "runs.runner": "RunConfig",
+    },
+)

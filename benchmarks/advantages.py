@@ -22,9 +22,7 @@ import torch
 from peers.advantage_case import GROUP, TOKENS, columns
 from side_by_side import in_turn, timed
 
-from tapereel.finetune.data.rows import Row
-from tapereel.finetune.data.stream import Episode, Stream
-from tapereel.finetune.interchange.rl_dataset import RLConfig, update_rewards_and_advantages
+from tapereel.finetune import Episode, RLConfig, Row, Stream, update_rewards_and_advantages
 from tapereel.finetune.objective import Context
 from tapereel.finetune.objective.loss import prepare
 from tapereel.finetune.recipes import get_recipe

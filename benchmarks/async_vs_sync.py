@@ -28,12 +28,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tapereel.envs import Outcome
-from tapereel.envs.adapters.calculator import Calculate, Calculator, FinalAnswer
-from tapereel.finetune.loop.loop_config import WarmStartConfig
-from tapereel.finetune.run.demonstrations import DemoConfig, demo
-from tapereel.finetune.run.train_run import train
-from tapereel.tapes.store.run_directory import METRICS, Results, read_metrics
+from tapereel.envs import Calculator, Outcome
+from tapereel.envs.adapters.calculator import Calculate, FinalAnswer
+from tapereel.finetune import WarmStartConfig
+from tapereel.finetune.run import DemoConfig, train
+from tapereel.finetune.run.demonstrations import demo
+from tapereel.tapes.store import METRICS, Results, read_metrics
 
 
 class SlowCalculator(Calculator):

@@ -14,10 +14,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tapereel.tapes import Answer, Call, Status, Task, Text
 from tapereel.tapes.arrays import floats, ints
-from tapereel.tapes.records import Attempt, Begin, Call, End, Identity, Reward, Status, Task, Usage
-from tapereel.tapes.steps import Answer, Text
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.records import Attempt, Begin, End, Identity, Reward, Usage
+from tapereel.tapes.store import Store
 from tapereel.tapes.tape import step_record
 
 TURNS = 3

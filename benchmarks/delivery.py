@@ -20,12 +20,10 @@ import torch
 from peers.loop_case import CHATML, GROUP, GROUPS, LR, MAX_TOKENS, make_folder, questions
 
 from tapereel.agents import Limits
-from tapereel.agents.setup.engine_config import EmbeddedConfig
+from tapereel.agents.setup import EmbeddedConfig
+from tapereel.finetune import LoopConfig, OptimiserConfig, TrainConfig
 from tapereel.finetune.loop.delivery import Delivery
-from tapereel.finetune.loop.loop_config import LoopConfig
-from tapereel.finetune.run.train_config import EvaluationConfig, TrainConfig
-from tapereel.finetune.run.train_run import train
-from tapereel.finetune.trainer.options import OptimiserConfig
+from tapereel.finetune.run import EvaluationConfig, train
 from tapereel.tapes import Sampling
 
 SCENE = Path(__file__).parent / "loop_scene.py"

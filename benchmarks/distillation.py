@@ -26,13 +26,13 @@ from typing import Any
 import torch
 
 import tapereel as tr
-from tapereel.agents.engines.embedded.pretrained import load_pretrained
-from tapereel.envs.adapters.calculator import word_problems
+from tapereel.agents.engines.embedded import load_pretrained
+from tapereel.envs.adapters import word_problems
 from tapereel.finetune import rows
+from tapereel.finetune.run import DemoConfig
 from tapereel.finetune.run.demo_scene import calculator, calculator_agent
-from tapereel.finetune.run.demonstrations import SPARE, DemoConfig, demo
-from tapereel.tapes.store.run_directory import METRICS, read_metrics
-from tapereel.tapes.store.store import Store
+from tapereel.finetune.run.demonstrations import SPARE, demo
+from tapereel.tapes.store import METRICS, Store, read_metrics
 from tapereel.tapes.value import Value
 
 DIGITS = Path(__file__).resolve().parents[1] / "examples" / "digits.py"

@@ -26,11 +26,10 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.agents.engines.engine import Request
-from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents import EmbeddedEngine, Request
+from tapereel.agents.rendering import Renderer
+from tapereel.tapes import Sampling
 from tapereel.tapes.arrays import ints
-from tapereel.tapes.records import Sampling
 
 PROMPT = 64
 VOCABULARY = 103

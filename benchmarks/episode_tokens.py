@@ -32,11 +32,10 @@ from peers.update_case import LR, Case, measure
 from side_by_side import in_turn, ratio, same_loss
 
 from tapereel.agents import ChatAgent, EpisodeSpec, Limits, ScriptedEngine, rollout
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
-from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.rendering import Renderer
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.data.rows import Row, rows
-from tapereel.finetune.data.stream import Episode
+from tapereel.finetune import Episode, Row, rows
 from tapereel.tapes import Action, Observation
 
 HERE = Path(__file__).parent

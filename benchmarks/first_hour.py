@@ -41,14 +41,10 @@ import tapereel as tr
 from tapereel import ChatAgent, Environment, Outcome
 from tapereel.agents.runs.pass_at_k import compare
 from tapereel.agents.runs.runner import rewards_of
-from tapereel.envs import Taskset
-from tapereel.envs.adapters.reasoning import reasoning_scorer, reasoning_tasks
-from tapereel.envs.taskset import BadTasks
+from tapereel.envs import BadTasks, Taskset, reasoning_scorer, reasoning_tasks
 from tapereel.tapes import Answer
 from tapereel.tapes.audit.advice import advice
-from tapereel.tapes.store.disk import METRICS
-from tapereel.tapes.store.run_directory import Results, read_metrics
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import METRICS, Results, Store, read_metrics
 
 LONGEST, SAMPLE, DRAWN = 40, 200, 8
 """Characters of the longest answer that is allowed, the entries in which it is measured, and the tasks in a draw."""

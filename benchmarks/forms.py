@@ -19,11 +19,11 @@ from typing import Any
 
 import jsonschema
 
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
-from tapereel.agents.engines.engine import Request
+from tapereel.agents import EmbeddedEngine, Request
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.engines.embedded.tiny_model import tiny_model
+from tapereel.agents.rendering import Renderer
 from tapereel.agents.rendering.answer_grammar import Alternative
-from tapereel.agents.rendering.renderer import Renderer
 from tapereel.tapes import Sampling
 
 

@@ -19,8 +19,7 @@ import torch
 from side_by_side import timed
 from torch import Tensor
 
-from tapereel.finetune.data.rows import Row
-from tapereel.finetune.data.stream import Episode, Stream
+from tapereel.finetune import Episode, Row, Stream
 from tapereel.finetune.objective import Context, TimeCredit
 
 GAMMA, LAM = 0.99, 0.95

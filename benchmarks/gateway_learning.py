@@ -26,19 +26,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from gateway_client import MOST, PARAMETERS, QUESTION, TOOL, looked
 
-from tapereel.agents import Request
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
+from tapereel.agents import Request, RunConfig
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.engines.embedded.tiny_model import tiny_model
 from tapereel.agents.gateway import Endpoint, Program
-from tapereel.agents.runs.runner import RunConfig, run
-from tapereel.agents.setup.engine_config import EmbeddedConfig, ScriptedConfig
+from tapereel.agents.runs import run
+from tapereel.agents.setup import EmbeddedConfig, ScriptedConfig
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.inspect.reproducer import reproduce
-from tapereel.finetune.loop.loop_config import LoopConfig
-from tapereel.finetune.run.train_config import EvaluationConfig, ImitationConfig, TrainConfig
-from tapereel.finetune.run.train_run import train
-from tapereel.finetune.trainer.options import OptimiserConfig
+from tapereel.finetune import LoopConfig, OptimiserConfig, TrainConfig
+from tapereel.finetune.inspect import reproduce
+from tapereel.finetune.run import EvaluationConfig, train
+from tapereel.finetune.run.train_config import ImitationConfig
 from tapereel.tapes import Answer, Sampling, Task, Text
-from tapereel.tapes.store.run_directory import METRICS, read_metrics
+from tapereel.tapes.store import METRICS, read_metrics
 
 HERE = Path(__file__).resolve()
 CLIENTS = Path(os.environ.get("TAPEREEL_CLIENTS_ENVIRONMENT", HERE.parents[1] / ".contract" / "clients"))

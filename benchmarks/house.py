@@ -340,6 +340,22 @@ def comments(sources: Sources, *below: str) -> tuple[int, int]:
     return sum(line.startswith("# ") and "type: ignore" not in line for line in lines), len(lines)
 
 
+def deep_imports(sources: Sources) -> tuple[int, int]:
+    """(names that tests import from a module inside a room or floor, all names that tests import from the package).
+
+    The others come from the `__init__` of a room or floor, so that they stay when a module is renamed or moved."""
+    deep = every = 0
+    for tree in sources.tests.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tapereel."):
+                path = "/".join(str(node.module).split(".")[1:])
+                if path.startswith(FLOORS):
+                    modules = {f"{path}.py", *(f"{path}/{one.name}.py" for one in node.names)}
+                    every += len(node.names)
+                    deep += len(node.names) if f"{path}.py" in sources.package else len(modules & {*sources.package})
+    return deep, every
+
+
 def counts(root: Path) -> dict[str, object]:
     """Every count of a checkout."""
     sources = Sources(root)
@@ -349,6 +365,7 @@ def counts(root: Path) -> dict[str, object]:
     update, objects = measured(root, UPDATE), measured(root, OBJECTS)
     fields, classes = settings(sources)
     commented, lines = comments(sources, *COMMENTED)
+    inside, every = deep_imports(sources)
     return {
         "modules": len(sources.package),
         "lines of package": sources.lines(sources.package),
@@ -371,6 +388,7 @@ def counts(root: Path) -> dict[str, object]:
         "settings": fields,
         "settings classes": classes,
         "exception classes": exceptions(sources),
+        "imports of tests that name a module inside a room, %": round(100 * inside / every, 1),
         "tests that pin wording": len(pins(sources)),
         "habits per 10,000 lines of package (times the highest anchor)": habits(sources),
     }

@@ -25,17 +25,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from learning_report import figure, put_table, table
 from learning_tasks import TASKS, Learnt
 
-from tapereel.agents import Limits
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
-from tapereel.agents.runs.runner import RunConfig, run
-from tapereel.agents.setup.engine_config import EmbeddedConfig, ScriptedConfig
-from tapereel.finetune.loop.loop_config import CriticConfig, LoopConfig
-from tapereel.finetune.run.train_config import EvaluationConfig, ImitationConfig, TrainConfig
-from tapereel.finetune.run.train_run import train
-from tapereel.finetune.trainer.options import CriticOptimiserConfig, OptimiserConfig
-from tapereel.finetune.trainer.schedule import Schedule
+from tapereel.agents import Limits, RunConfig
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.engines.embedded.tiny_model import tiny_model
+from tapereel.agents.runs import run
+from tapereel.agents.setup import EmbeddedConfig, ScriptedConfig
+from tapereel.finetune import LoopConfig, OptimiserConfig, TrainConfig
+from tapereel.finetune.loop import CriticConfig
+from tapereel.finetune.run import EvaluationConfig, train
+from tapereel.finetune.run.train_config import ImitationConfig
+from tapereel.finetune.trainer import Schedule
+from tapereel.finetune.trainer.options import CriticOptimiserConfig
 from tapereel.tapes import Sampling, Task
-from tapereel.tapes.store.run_directory import METRICS, read_metrics
+from tapereel.tapes.store import METRICS, read_metrics
 
 ALGOS = ("grpo", "reinforce", "rloo", "ppo", "dapo")
 AS_TASK = "tapereel.tapes:Task.model_validate"

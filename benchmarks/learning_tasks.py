@@ -17,9 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from tapereel.agents import ChatAgent, Request
-from tapereel.envs import Environment, GymAction, GymEnvironment, Outcome, Taskset, calculator_tasks
-from tapereel.envs.adapters.calculator import Calculator
-from tapereel.envs.adapters.reasoning import reasoning_scorer, reasoning_tasks
+from tapereel.envs import (
+    Calculator,
+    Environment,
+    GymAction,
+    GymEnvironment,
+    Outcome,
+    Taskset,
+    calculator_tasks,
+    reasoning_scorer,
+    reasoning_tasks,
+)
 from tapereel.finetune.run.demo_scene import calculator_agent
 from tapereel.tapes import Answer, Task, Text
 

@@ -8,8 +8,7 @@ from peers.loop_case import reward, roll_die
 
 from tapereel.agents import ChatAgent
 from tapereel.envs import Environment, Outcome
-from tapereel.tapes import Action, Observation, ToolCall, ToolCalls
-from tapereel.tapes.steps import ToolResult, ToolResults
+from tapereel.tapes import Action, Observation, ToolCall, ToolCalls, ToolResult, ToolResults
 
 
 class Asked(Observation, kind="bench_asked"):

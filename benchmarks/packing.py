@@ -15,11 +15,8 @@ import time
 import numpy as np
 from shared_prefix import policy
 
-from tapereel.finetune.data.rows import Row
-from tapereel.finetune.data.stream import Episode
+from tapereel.finetune import Episode, OptimiserConfig, Row, Trainer
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.trainer import Trainer
 
 LENGTHS = ((55, 65), (10, 200))
 """Shortest and longest row."""

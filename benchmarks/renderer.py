@@ -14,8 +14,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
-from tapereel.agents.rendering.renderer import Renderer, Track
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.rendering import Renderer, Track
 
 TURNS = (1, 10, 50)
 CHATML = (

@@ -21,13 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from tapereel.agents import Request, ScriptedEngine, rollout
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
-from tapereel.agents.rendering.renderer import Renderer
-from tapereel.agents.replay.replayer import replay
-from tapereel.envs.adapters.calculator import Calculator, demonstrate, word_problems
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.rendering import Renderer
+from tapereel.agents.replay import replay
+from tapereel.envs import Calculator
+from tapereel.envs.adapters import word_problems
+from tapereel.envs.adapters.calculator import demonstrate
 from tapereel.finetune.run.demo_scene import calculator_agent
 from tapereel.tapes import Tape
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 PART = 1000
 

@@ -20,12 +20,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from tapereel.agents import LLM, Agent, Completion, Limits, Request, rollout
-from tapereel.agents.engines.scripted import ScriptedEngine
+from tapereel.agents import LLM, Agent, Completion, Limits, Request, ScriptedEngine, rollout
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.data.rows import rows
-from tapereel.tapes import Action, Observation, Tape
-from tapereel.tapes.records import Begin, Call, End, Identity, Reward, Sampling, Status, Task
+from tapereel.finetune import rows
+from tapereel.tapes import Action, Call, Observation, Sampling, Status, Tape, Task
+from tapereel.tapes.records import Begin, End, Identity, Reward
 from tapereel.tapes.tape import TapeLog, step_record
 
 HERE = Path(__file__).parent

@@ -15,12 +15,9 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tapereel.finetune.data.rows import Row
-from tapereel.finetune.data.stream import Episode
+from tapereel.finetune import Episode, OptimiserConfig, Row, Trainer
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer import micro_batches as micro
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.trainer import Trainer
 
 
 def policy() -> LlamaForCausalLM:

@@ -33,13 +33,13 @@ from typing import Any
 import numpy as np
 
 from tapereel.envs.adapters.calculator import Calculate
-from tapereel.finetune.loop.loop_config import WarmStartConfig
-from tapereel.finetune.run.demonstrations import DemoConfig, demo, train_on
+from tapereel.finetune import WarmStartConfig
+from tapereel.finetune.run import DemoConfig
+from tapereel.finetune.run.demonstrations import demo, train_on
 from tapereel.finetune.run.longer import end_name
 from tapereel.tapes import Tape
 from tapereel.tapes.common.progress import silent
-from tapereel.tapes.store.run_directory import METRICS, Results, read_metrics
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import METRICS, Results, Store, read_metrics
 from tapereel.tapes.value import Value
 
 ARMS = {"true": None, "within": "within", "across": "across"}

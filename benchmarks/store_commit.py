@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tapereel.tapes.records import Reward
-from tapereel.tapes.store.disk import Disk
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Disk, Store
 
 BODY = Reward(tape="0" * 22, step=1, value=1.0, evidence="x" * 400).body()
 EPISODES = (1, 64, 256, 1024)

@@ -23,10 +23,9 @@ from pathlib import Path
 
 from audit import record
 
-from tapereel.tapes import Answer
-from tapereel.tapes.records import Begin, End, Identity, Reward, Status, Task
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes import Answer, Status, Task
+from tapereel.tapes.records import Begin, End, Identity, Reward
+from tapereel.tapes.store import Store, verify
 from tapereel.tapes.tape import step_record
 
 CALL_SECONDS = 0.2

@@ -12,10 +12,10 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from tapereel.tapes import Answer, Text
+from tapereel.tapes import Answer, Call, Status, Task, Text
 from tapereel.tapes.arrays import floats, ints
-from tapereel.tapes.records import Begin, Call, End, Identity, Status, Task
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.records import Begin, End, Identity
+from tapereel.tapes.store import Store
 from tapereel.tapes.tape import step_record
 
 WORDS, PROMPT, COMPLETION = 60, 80, 80

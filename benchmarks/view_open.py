@@ -20,9 +20,9 @@ from typing import Any
 
 from playwright.sync_api import Page, sync_playwright
 
-from tapereel.tapes.records import Begin, End, Identity, Reward, Status, StepRecord, Task
-from tapereel.tapes.steps import Answer, Text
-from tapereel.tapes.store.store import Store
+from tapereel.tapes import Answer, Status, Task, Text
+from tapereel.tapes.records import Begin, End, Identity, Reward, StepRecord
+from tapereel.tapes.store import Store
 from tapereel.tapes.view import RunView
 
 

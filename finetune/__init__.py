@@ -9,10 +9,9 @@ if __name__ == "finetune":
         "import tapereel.finetune, not finetune: the repository root is the package `tapereel` (pip install -e .)"
     )
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..tapes.common.extras import raise_missing
+from ..tapes.common.extras import lazy_names
 
 if TYPE_CHECKING:
     from .data.provenance import episode_of
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from .objective.recipe import Recipe
     from .recipes import RECIPES, get_recipe
     from .run.evaluation import Evaluation
+    from .run.train_config import TrainConfig
     from .run.warm_start import warm_start
     from .trainer.critic import Critic, CriticTrainer
     from .trainer.options import OptimiserConfig
@@ -52,6 +52,7 @@ __all__ = [
     "Recipe",
     "Row",
     "Stream",
+    "TrainConfig",
     "Trainer",
     "UpdateStats",
     "WarmStartConfig",
@@ -69,38 +70,24 @@ __all__ = [
     "warm_start",
 ]
 
-_HOME = {
-    **dict.fromkeys(("prepare_rl_fields", "rl_features", "to_dataset"), "interchange.rl_columns"),
-    **dict.fromkeys(
-        ("RLConfig", "collate", "fill_ref_logprobs", "populate_rl_data", "rl_step", "update_rewards_and_advantages"),
-        "interchange.rl_dataset",
-    ),
-    "episode_of": "data.provenance",
-    **dict.fromkeys(("LoopConfig", "WarmStartConfig"), "loop.loop_config"),
-    "Evaluation": "run.evaluation",
-    "History": "loop.history",
-    "Loop": "loop.loop",
-    **dict.fromkeys(("RECIPES", "Recipe", "get_recipe"), "recipes"),
-    "warm_start": "run.warm_start",
-    **dict.fromkeys(("Episode", "Stream"), "data.stream"),
-    **dict.fromkeys(("Row", "rows"), "data.rows"),
-    **dict.fromkeys(("Critic", "CriticTrainer"), "trainer.critic"),
-    "OptimiserConfig": "trainer.options",
-    **dict.fromkeys(("Trainer", "UpdateStats"), "trainer.trainer"),
-}
-"""The module of this package that defines each public name."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
-    except ModuleNotFoundError as error:
-        raise_missing(error, f"tapereel.finetune.{name}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "data.provenance": "episode_of",
+        "data.rows": "Row rows",
+        "data.stream": "Episode Stream",
+        "interchange.rl_columns": "prepare_rl_fields rl_features to_dataset",
+        "interchange.rl_dataset": "RLConfig collate fill_ref_logprobs populate_rl_data rl_step "
+        "update_rewards_and_advantages",
+        "loop.history": "History",
+        "loop.loop": "Loop",
+        "loop.loop_config": "LoopConfig WarmStartConfig",
+        "recipes": "RECIPES Recipe get_recipe",
+        "run.evaluation": "Evaluation",
+        "run.train_config": "TrainConfig",
+        "run.warm_start": "warm_start",
+        "trainer.critic": "Critic CriticTrainer",
+        "trainer.options": "OptimiserConfig",
+        "trainer.trainer": "Trainer UpdateStats",
+    },
+)

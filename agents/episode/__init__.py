@@ -2,3 +2,12 @@
 
 This package imports the engine protocol and `agents.rendering`. Replay, runs and the gateway build on it.
 """
+
+from ...tapes.common.extras import lazy_names
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "limits": "Limits",
+    },
+)

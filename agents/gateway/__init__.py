@@ -5,6 +5,7 @@ training.
 programs that are started elsewhere. The gateway needs the extra `http`.
 """
 
+from ...tapes.common.extras import lazy_names
 from .dialect import Refused
 from .gateway_control import Control
 from .gateway_server import Bounds, Gateway
@@ -13,3 +14,10 @@ from .linking import label_calls
 from .program import Endpoint, Program, ProgramFailed
 
 __all__ = ["Bounds", "Control", "Endpoint", "Gateway", "Program", "ProgramFailed", "Refused", "Session", "label_calls"]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "dialect": "Answered Refused",
+    },
+)

@@ -2,3 +2,14 @@
 
 The package imports only `tapes`.
 """
+
+from ...tapes.common.extras import lazy_names
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "renderer": "Rendered Renderer Track",
+        "response_templates": "FORMATS",
+        "tool_calls": "HermesReader",
+    },
+)

@@ -2,3 +2,13 @@
 
 This package imports `agents.episode`, `agents.rendering`, `agents.runs`, `agents.setup` and the engine protocol.
 """
+
+from ...tapes.common.extras import lazy_names
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "branching": "branch continuation",
+        "replayer": "replay",
+    },
+)

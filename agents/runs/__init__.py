@@ -2,3 +2,13 @@
 
 This package imports `agents.episode`, `agents.setup` and the engine protocol.
 """
+
+from ...tapes.common.extras import lazy_names
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "judge": "Judge judge_reward",
+        "runner": "RunConfig run",
+    },
+)

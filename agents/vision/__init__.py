@@ -3,3 +3,13 @@ give.
 
 The package imports only `tapes`. The renderer, the embedded engine and the trainer use it.
 """
+
+from ...tapes.common.extras import lazy_names
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "tiny_vision": "save_tiny_vision",
+        "vision": "UnsupportedVision",
+    },
+)

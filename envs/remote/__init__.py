@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...tapes.common.extras import lazy_names
 from .declared import Declared
 from .pool import Pool
 from .remote_errors import (
@@ -25,15 +26,6 @@ if TYPE_CHECKING:
     from .env_service import Service, ServiceLimits
     from .openenv import OpenEnvAction, OpenEnvironment, OpenEnvObservation
     from .remote_environment import RemoteEnvironment
-
-_HOME = {
-    "RemoteEnvironment": "remote_environment",
-    "Service": "env_service",
-    "ServiceLimits": "env_service",
-    "OpenEnvAction": "openenv",
-    "OpenEnvObservation": "openenv",
-    "OpenEnvironment": "openenv",
-}
 
 __all__ = [
     "BadAnswer",
@@ -55,10 +47,12 @@ __all__ = [
     "WrongEnvironment",
 ]
 
-
-def __getattr__(name: str) -> object:
-    from importlib import import_module
-
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "env_protocol": "Item PROTOCOL ROUTE ResetCall read_call",
+        "env_service": "Service ServiceLimits",
+        "openenv": "OpenEnvAction OpenEnvObservation OpenEnvironment",
+        "remote_environment": "RemoteEnvironment",
+    },
+)

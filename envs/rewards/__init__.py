@@ -7,6 +7,7 @@ need an engine, so they are in `tapereel.agents.runs.judge`. This package import
 are imported at their first use.
 """
 
+from ...tapes.common.extras import lazy_names
 from ...tapes.store.summary import GROUP_LAYER
 from .named_rewards import as_rewards, load_rewards
 from .sources import RewardFailed, Rewards, RewardSource, Score, Scored, Scorer, rewarded
@@ -23,3 +24,10 @@ __all__ = [
     "load_rewards",
     "rewarded",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "relative": "layer_of training_reward",
+    },
+)

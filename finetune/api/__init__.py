@@ -5,7 +5,15 @@ Only the root package and `cli` import this package, and it may import all other
 called, not before.
 """
 
+from ...tapes.common.extras import lazy_names
 from .public import evaluate, open, run, save_tiny_model, train
 from .run_handle import Run, RunAudit
 
 __all__ = ["Run", "RunAudit", "evaluate", "open", "run", "save_tiny_model", "train"]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "public": "save_tiny_model",
+    },
+)

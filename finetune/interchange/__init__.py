@@ -4,7 +4,17 @@
 imports, like `tapereel import`. `Format.loses` lists the parts of a tape that a format can't contain.
 """
 
+from ...tapes.common.extras import lazy_names
 from .formats import FORMATS, Exchange, Format, read, write
 from .record_files import NothingToExport
 
 __all__ = ["FORMATS", "Exchange", "Format", "NothingToExport", "read", "write"]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "formats": "write",
+        "record_files": "BadImport",
+        "rl_dataset": "collate",
+    },
+)

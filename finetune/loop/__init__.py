@@ -2,3 +2,19 @@
 
 It imports `finetune.data`, `finetune.objective`, `finetune.recipes` and `finetune.trainer`.
 """
+
+from ...tapes.common.extras import lazy_names
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "delivery": "NotDelivered",
+        "history": "BrokenHistory History",
+        "learner": "Learner",
+        "loop": "Loop SamplerMismatch",
+        "loop_config": "CriticConfig LoopConfig",
+        "plan": "UpdateInfo",
+        "policy": "Policy",
+        "rollouts": "NothingUsable",
+    },
+)

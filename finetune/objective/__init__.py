@@ -5,6 +5,7 @@ Three of them compute the advantages: `baseline` compares each reward with other
 tokens, and `adjust` whitens and clips it. The module `loss` combines all terms. GRPO's loss is `surrogate.PPO`.
 """
 
+from ...tapes.common.extras import lazy_names
 from .adjust import Adjust, ClipAdvantage, GroupWeights, Relu, Whiten
 from .anchor import Anchor
 from .baseline import Baseline, DecoupledBaseline, GroupBaseline
@@ -62,3 +63,10 @@ __all__ = [
     "Whiten",
     "Term",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "recipe": "Recipe read",
+    },
+)

@@ -1,8 +1,11 @@
-"""Looks up in Tapereel's package metadata which extra installs an optional package."""
+"""Imports that wait: a package's names, and optional packages, whose extra is looked up in Tapereel's metadata."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, requires
 from typing import NoReturn
 
@@ -35,3 +38,21 @@ def raise_missing(error: ModuleNotFoundError, purpose: str) -> NoReturn:
     if extra is None:
         raise error
     raise MissingExtra((error.name or "").split(".")[0], extra, purpose) from error
+
+
+def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` for the `__init__` of `package`, so that each of its names is imported at its
+    first use. `homes` maps a module inside the package to its names, separated by spaces."""
+    home = {name: module for module, names in homes.items() for name in names.split()}
+
+    def get(name: str) -> object:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        try:
+            value = getattr(importlib.import_module(f".{home[name]}", package), name)
+        except ModuleNotFoundError as error:
+            raise_missing(error, f"{package}.{name}")
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return get, lambda: sorted({*vars(sys.modules[package]).get("__all__", ()), *home})

@@ -20,12 +20,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
+from tapereel.agents import Completion, EmbeddedEngine, Request
 from tapereel.agents.engines.embedded.sampler import as_seed, uniforms
-from tapereel.agents.engines.engine import Completion, Request
-from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents.rendering import Renderer
+from tapereel.tapes import Sampling
 from tapereel.tapes.arrays import ints
-from tapereel.tapes.records import Sampling
 
 torch.set_num_threads(1)
 

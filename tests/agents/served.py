@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from tapereel.agents import rollout
-from tapereel.agents.engines.engine import Completion, EngineError, PromptTooLong, Request
-from tapereel.agents.engines.servers.server_config import Adapters, Broadcast, Reload, ServerSettings, Transfer
-from tapereel.agents.engines.servers.server_engine import RemoteEngine
-from tapereel.agents.engines.weights.weight_sync import PublishFailed
-from tapereel.finetune.data.rows import rows
-from tapereel.tapes.records import Sampling
+from tapereel.agents import Completion, EngineError, PromptTooLong, Request, rollout
+from tapereel.agents.engines.servers import Broadcast, RemoteEngine
+from tapereel.agents.engines.servers.server_config import Adapters, Reload, ServerSettings, Transfer
+from tapereel.agents.engines.weights import PublishFailed
+from tapereel.finetune import rows
+from tapereel.tapes import Sampling
 
 from ..finetune.loop.lab import RENDERER, Letters, Speaker
 from ..finetune.loop.lab import model as micro

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from tapereel.agents import LLM, Agent
 from tapereel.envs import Environment, Outcome
-from tapereel.envs.adapters.tools import ToolEnvironment
+from tapereel.envs.adapters import ToolEnvironment
 from tapereel.tapes import Answer, Status, Step, Tape, Task, ToolCall, ToolCalls
 
 TASKS = [Task(id=str(k), public=k, private=k) for k in range(100)]

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from tapereel.agents import LLM, Request, ScriptedEngine, agent
 from tapereel.envs import Environment, Outcome, Taskset
-from tapereel.finetune.data.stream import Stream
-from tapereel.finetune.objective import Context
-from tapereel.finetune.objective.regulariser import Regulariser
+from tapereel.finetune import Stream
+from tapereel.finetune.objective import Context, Regulariser
 from tapereel.finetune.recipes import get_recipe
 from tapereel.tapes import Action, Observation, Tape, Task
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 
-from tapereel.envs.adapters.sandbox import Sandbox
+from tapereel.envs.adapters import Sandbox
 
 BOMB = """
 import os, time

@@ -20,8 +20,7 @@ import threading
 import time
 from pathlib import Path
 
-from tapereel.envs.adapters import seccomp
-from tapereel.envs.adapters.sandbox import Sandbox
+from tapereel.envs.adapters import Sandbox, seccomp
 from tapereel.envs.adapters.sandbox_backends import FIRST_UID
 
 from .sandbox_limits import LIMITS, run

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from tapereel.envs.load_named import load_named
-from tapereel.finetune.inspect.reproducer import reproduce
-from tapereel.finetune.trainer.checkpoint import checkpoints
+from tapereel.finetune.inspect import reproduce
+from tapereel.finetune.trainer import checkpoints
 from tapereel.tapes import Status
-from tapereel.tapes.store.run_directory import METRICS, read_metrics
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import METRICS, Store, read_metrics
 
 from ..finetune.loop import lab
 from ..finetune.run import stage

@@ -12,7 +12,7 @@ from datasets import Dataset
 
 import tapereel as tr
 from tapereel.finetune import RLConfig, collate, fill_ref_logprobs, populate_rl_data, prepare_rl_fields, rl_step
-from tapereel.finetune.data.stream import BadBatch
+from tapereel.finetune.data import BadBatch
 
 from ..finetune.build import tiny_model
 from ..front.making import run_of, sampled_tape

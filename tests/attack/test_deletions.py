@@ -17,10 +17,9 @@ import pytest
 
 from tapereel.cli import main
 from tapereel.tapes.records import SCHEMA, Lead, Open, Seal
-from tapereel.tapes.store.lease import Lease
-from tapereel.tapes.store.segment import ZERO, encode_line
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import Report, verify
+from tapereel.tapes.store import Lease, Store, encode_line, verify
+from tapereel.tapes.store.segment import ZERO
+from tapereel.tapes.store.verifier import Report
 
 from ..tapes.store.lab import Lab
 

@@ -17,15 +17,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.agents.engines.embedded.embedded_server import EngineServer
+from tapereel.agents import EmbeddedEngine
+from tapereel.agents.engines.embedded import EngineServer
 from tapereel.agents.engines.servers.connect import connect
-from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
+from tapereel.agents.engines.weights import AdapterConfig, add_adapters
 from tapereel.envs import Outcome
-from tapereel.finetune.loop.delivery import NotDelivered
-from tapereel.finetune.loop.loop import Loop
+from tapereel.finetune import Loop
+from tapereel.finetune.loop import NotDelivered
 from tapereel.tapes import Answer, Text
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ..agents.engines.servers.test_remote import servers
 from ..finetune.loop.lab import RENDERER, WORDS, EverySecond, history_in, loop_in, model, run, settings_of

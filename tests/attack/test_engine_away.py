@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from tapereel.cli import main
-from tapereel.finetune.api.public import save_tiny_model
-from tapereel.tapes.store.store import Store
+from tapereel.finetune.api import save_tiny_model
+from tapereel.tapes.store import Store
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits.py"
 SLOW = Path(__file__).with_name("slow_digits.py")

@@ -14,19 +14,16 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import Completion, Limits, Request, ScriptedEngine, rollout
-from tapereel.agents.runs.judge import Judge, judge_reward
-from tapereel.agents.runs.runner import RunConfig, RunSummary, run
+from tapereel.agents import Completion, Limits, Request, RunConfig, ScriptedEngine, rollout
+from tapereel.agents.runs import Judge, judge_reward, run
+from tapereel.agents.runs.runner import RunSummary
 from tapereel.envs import Outcome
-from tapereel.envs.remote import Pool, RemoteEnvironment, Service, ServiceLimits
-from tapereel.envs.remote.env_protocol import ResetCall
-from tapereel.envs.rewards import Rewards
-from tapereel.envs.rewards.sources import rewarded
+from tapereel.envs.remote import Pool, RemoteEnvironment, ResetCall, Service, ServiceLimits
+from tapereel.envs.rewards import Rewards, rewarded
 from tapereel.tapes import Task
 from tapereel.tapes.common.run_async import run_async
 from tapereel.tapes.errors import UsageError
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import Store, verify
 
 from ..envs.remote.worlds import until
 from .faulty import RAISED, STUCK, TASKS, Faulty, Named, Player, Tools

@@ -19,12 +19,11 @@ from typing import Any
 import pytest
 import torch
 
-from tapereel.finetune.api.public import save_tiny_model
-from tapereel.finetune.inspect.reproducer import reproduce
-from tapereel.finetune.trainer.checkpoint import checkpoints
+from tapereel.finetune.api import save_tiny_model
+from tapereel.finetune.inspect import reproduce
+from tapereel.finetune.trainer import checkpoints
 from tapereel.tapes import Status, Tape
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import Store, verify
 
 pytestmark = pytest.mark.kill
 

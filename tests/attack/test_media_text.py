@@ -13,14 +13,11 @@ from pydantic import Field, ValidationError
 from tapereel.agents import ChatAgent, ScriptedEngine, rollout
 from tapereel.cli import main
 from tapereel.envs import Environment, Outcome
-from tapereel.tapes import Action, MediaReference, Observation, Task
+from tapereel.tapes import Action, MediaReference, Observation, Task, ToolCall, ToolCalls
 from tapereel.tapes.records import StepRecord
 from tapereel.tapes.schema import parse_record
-from tapereel.tapes.steps import ToolCall, ToolCalls
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
-from tapereel.tapes.view import RunView
-from tapereel.tapes.view.bundle import write_view
+from tapereel.tapes.store import Store, verify
+from tapereel.tapes.view import RunView, write_view
 
 from ..front.pages import data_of
 

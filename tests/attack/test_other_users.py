@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from tapereel.envs.load_named import load_named
-from tapereel.tapes.common.access_token import private_file, token_for, token_path
+from tapereel.tapes.common import token_for
+from tapereel.tapes.common.access_token import private_file, token_path
 
 from ..agents.engines.servers.test_hygiene import EXAMPLE, VERBS, started
 from ..tapes.view.lab import training_run

@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tapereel.agents.engines.embedded.embedded_server import EngineServer
-from tapereel.agents.engines.embedded.pretrained import load_pretrained
+from tapereel.agents.engines.embedded import EngineServer, load_pretrained
 from tapereel.agents.engines.embedded.tiny_model import tiny_model
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.run.train_run import train
-from tapereel.tapes.errors import TapereelError
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.finetune import TrainConfig
+from tapereel.finetune.run import train
+from tapereel.tapes import TapereelError
+from tapereel.tapes.store import Store, verify
 
 from ..finetune.loop.hosting import in_thread
 from ..finetune.loop.lab import WORDS, EverySecond, Speaker, assert_books_close

@@ -19,18 +19,24 @@ import aiohttp
 import pytest
 
 from tapereel.agents import ScriptedEngine
-from tapereel.agents.engines.embedded.embedded_server import EngineServer
+from tapereel.agents.engines.embedded import EngineServer
 from tapereel.agents.engines.transport import http_channel
 from tapereel.agents.gateway import Control
-from tapereel.envs.remote import Refused, RemoteEnvironment, Service, ServiceLimits, remote_environment
-from tapereel.envs.remote.env_protocol import PROTOCOL, ROUTE, RandomState, ResetCall
-from tapereel.tapes.common import http_service
-from tapereel.tapes.common.access_token import token_for
-from tapereel.tapes.common.http_service import HttpService
-from tapereel.tapes.records import Task
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.view import RunView
-from tapereel.tapes.view.view_server import Server
+from tapereel.envs.remote import (
+    PROTOCOL,
+    ROUTE,
+    Refused,
+    RemoteEnvironment,
+    ResetCall,
+    Service,
+    ServiceLimits,
+    remote_environment,
+)
+from tapereel.envs.remote.env_protocol import RandomState
+from tapereel.tapes import Task
+from tapereel.tapes.common import HttpService, http_service, token_for
+from tapereel.tapes.store import Store
+from tapereel.tapes.view import RunView, Server
 
 from ..agents.served import Served
 from ..envs.remote.worlds import GuessNumber, bearer, until

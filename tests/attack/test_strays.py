@@ -17,13 +17,14 @@ from pathlib import Path
 import pytest
 
 import tapereel as tr
-from tapereel.agents import ScriptedEngine, rollout
-from tapereel.agents.runs.runner import RunConfig, RunSummary, run
+from tapereel.agents import RunConfig, ScriptedEngine, rollout
+from tapereel.agents.runs import run
+from tapereel.agents.runs.runner import RunSummary
 from tapereel.cli.console import Exit
 from tapereel.envs.remote import RemoteEnvironment
 from tapereel.tapes.common.shared_loop import FORKED
 from tapereel.tapes.errors import StrayCancellation
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import verify
 
 from ..envs.remote.process import Served
 from .strays import FORKS, HARMLESS, REFUSED, TASKS, Player, Strays

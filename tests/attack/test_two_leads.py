@@ -17,10 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from tapereel.finetune.api.public import save_tiny_model
+from tapereel.finetune.api import save_tiny_model
+from tapereel.tapes.store import Store, verify
 from tapereel.tapes.store.lease import read_leads
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
 
 from ..tapes.store.test_lease import ACTS
 

@@ -13,7 +13,7 @@ import pytest
 
 from tapereel.cli import main
 from tapereel.tapes import Tape
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from .world import EXAMPLE
 

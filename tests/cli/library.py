@@ -14,12 +14,27 @@ import numpy as np
 from pydantic import JsonValue
 
 import tapereel as tr
-from tapereel.tapes import Answer, ParseError, Status, Step, Task, Text, ToolCall, ToolCalls, ToolOffer, ToolResults
+from tapereel.tapes import (
+    Answer,
+    Call,
+    Cause,
+    CauseType,
+    ParseError,
+    Status,
+    Step,
+    Task,
+    Text,
+    ToolCall,
+    ToolCalls,
+    ToolOffer,
+    ToolResult,
+    ToolResults,
+)
 from tapereel.tapes.arrays import floats, ints
 from tapereel.tapes.pictures import pictures_of
-from tapereel.tapes.records import Begin, Call, Cause, CauseType, End, Identity, Record, Reward
-from tapereel.tapes.steps import ToolResult, role_of
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.records import Begin, End, Identity, Record, Reward
+from tapereel.tapes.steps import role_of
+from tapereel.tapes.store import Store
 from tapereel.tapes.tape import step_record
 
 BEGAN = 1_795_000_000.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from .lab import answer_of, tapes_of
 

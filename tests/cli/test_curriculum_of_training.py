@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tapereel.envs.curriculum import pass_rates
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from .lab import DEADLY, MICRO, SCENE, WORLD, answer_of, killed, refusal_of, settings
 

@@ -10,9 +10,21 @@ from rich.cells import cell_len
 
 from tapereel.cli import main
 from tapereel.cli.episode_lines import STEPS, episode_lines
-from tapereel.tapes import Status, Tape, Task
-from tapereel.tapes.records import Begin, Cause, CauseType, End, Identity, Reward
-from tapereel.tapes.steps import Answer, Step, Text, ToolCall, ToolCalls, ToolResult, ToolResults
+from tapereel.tapes import (
+    Answer,
+    Cause,
+    CauseType,
+    Status,
+    Step,
+    Tape,
+    Task,
+    Text,
+    ToolCall,
+    ToolCalls,
+    ToolResult,
+    ToolResults,
+)
+from tapereel.tapes.records import Begin, End, Identity, Reward
 from tapereel.tapes.tape import TapeLog, step_record
 
 from .test_longer import words

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tapereel.cli import main
-from tapereel.finetune.data.rows import rows
-from tapereel.tapes.store.store import Store
+from tapereel.finetune import rows
+from tapereel.tapes.store import Store
 
 from .lab import NEXT, SCENE, WORLD, answer_of, refusal_of, settings
 from .world import EXAMPLE

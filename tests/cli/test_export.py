@@ -11,13 +11,13 @@ import pytest
 from datasets import Dataset
 
 import tapereel as tr
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
+from tapereel.agents.engines.embedded import char_tokenizer
 from tapereel.cli import main
 from tapereel.cli.console import Exit
 from tapereel.finetune.interchange import NothingToExport
 from tapereel.finetune.interchange.row_files import export
 from tapereel.tapes.errors import UsageError
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ..front.making import played, run_of, sampled_tape
 

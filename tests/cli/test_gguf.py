@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 import tapereel as tr
-from tapereel.cli.command import main
-from tapereel.tapes.common import hub
-from tapereel.tapes.common.hub import NotFound, local_folder, model_folder, pinned_name
+from tapereel.cli import main
+from tapereel.tapes import MissingExtra
+from tapereel.tapes.common import hub, model_folder
+from tapereel.tapes.common.hub import NotFound, local_folder, pinned_name
 from tapereel.tapes.common.text import safe
-from tapereel.tapes.errors import MissingExtra, UsageError, brief_digests
+from tapereel.tapes.errors import UsageError, brief_digests
 from tapereel.tapes.store.run_directory import recorded_settings
 
 from ..contract.tiny_gguf import save_tiny_gguf

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 import tapereel as tr
-from tapereel.cli.command import main
+from tapereel.cli import main
 from tapereel.finetune.api.run_handle import engine_settings
-from tapereel.tapes.common.hub import NotFound, model_folder
+from tapereel.tapes.common import model_folder
+from tapereel.tapes.common.hub import NotFound
 from tapereel.tapes.errors import UsageError
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = str(ROOT / "examples" / "digits.py")

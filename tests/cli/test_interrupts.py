@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tapereel.cli import main
-from tapereel.tapes.store.run_directory import read_metrics
+from tapereel.tapes.store import read_metrics
 
 from .lab import MICRO, SCENE, WORLD, settings
 from .world import EXAMPLE

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from tapereel.cli import main
+from tapereel.finetune import History
 from tapereel.finetune.inspect.lab import Experiment, LabReport, lab
-from tapereel.finetune.loop.history import History, apply_again
+from tapereel.finetune.loop.history import apply_again
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.checkpoint import checkpoints
+from tapereel.finetune.trainer import checkpoints
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.records import Use
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from .lab import MICRO, SCENE, settings
 

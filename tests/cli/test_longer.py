@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
+from tapereel.finetune import TrainConfig
+from tapereel.finetune.inspect import reproduce
 from tapereel.finetune.inspect.lab import lab
-from tapereel.finetune.inspect.reproducer import reproduce
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.trainer.checkpoint import checkpoints
-from tapereel.tapes.common.config import load_config
-from tapereel.tapes.store.run_directory import read_metrics
-from tapereel.tapes.store.store import Store
+from tapereel.finetune.trainer import checkpoints
+from tapereel.tapes.common import load_config
+from tapereel.tapes.store import Store, read_metrics
 
 from .lab import DEADLY, MICRO, SCENE, answer_of, killed, refusal_of, settings
 

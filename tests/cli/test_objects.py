@@ -11,18 +11,16 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import LLM, Agent
-from tapereel.agents.episode.agent import FunctionAgent
-from tapereel.agents.runs.runner import RunConfig, run
-from tapereel.agents.setup.engine_config import EmbeddedConfig, ScriptedConfig
+from tapereel.agents import LLM, Agent, FunctionAgent, RunConfig
+from tapereel.agents.runs import run
+from tapereel.agents.setup import EmbeddedConfig, ScriptedConfig
 from tapereel.agents.setup.setup import Setup
 from tapereel.cli import main
 from tapereel.envs import Taskset
-from tapereel.finetune.loop.loop_config import LoopConfig
-from tapereel.finetune.run.train_config import EvaluationConfig, TrainConfig
-from tapereel.finetune.run.train_run import train
+from tapereel.finetune import LoopConfig, TrainConfig
+from tapereel.finetune.run import EvaluationConfig, train
 from tapereel.tapes import Sampling, Tape
-from tapereel.tapes.common.config import ConfigError, load_config
+from tapereel.tapes.common import ConfigError, load_config
 from tapereel.tapes.common.run_async import run_async
 from tapereel.tapes.errors import UsageError
 

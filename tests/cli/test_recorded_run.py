@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 
 import tapereel as tr
-from tapereel.agents.episode.limits import Limits
-from tapereel.agents.runs.runner import RunConfig
+from tapereel.agents import Limits, RunConfig
 from tapereel.cli import main
 from tapereel.envs.load_named import load_named
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.tapes.common.config import FORMAT, ConfigError, load_config
-from tapereel.tapes.errors import NotATape, OtherVersion, UsageError
-from tapereel.tapes.store.run_directory import Results, recorded_settings
+from tapereel.finetune import TrainConfig
+from tapereel.tapes import NotATape
+from tapereel.tapes.common import ConfigError, load_config
+from tapereel.tapes.common.config import FORMAT
+from tapereel.tapes.errors import OtherVersion, UsageError
+from tapereel.tapes.store import Results
+from tapereel.tapes.store.run_directory import recorded_settings
 
 from ..recorded.worlds import WORLDS, Division
 

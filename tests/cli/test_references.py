@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tapereel.agents import Agent
-from tapereel.agents.setup.setup import load_agent, load_env, load_tasks
+from tapereel.agents.setup import load_tasks
+from tapereel.agents.setup.setup import load_agent, load_env
 from tapereel.envs import Environment, Taskset
 from tapereel.envs.load_named import load_named
 from tapereel.tapes import Task

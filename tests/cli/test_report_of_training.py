@@ -11,12 +11,12 @@ import pytest
 from tapereel.cli.console import command
 from tapereel.finetune.run import run_report
 from tapereel.finetune.run.run_report import Reporter, reporting
+from tapereel.tapes import Cause, CauseType
 from tapereel.tapes.audit.faults import Faults
-from tapereel.tapes.records import Cause, CauseType
-from tapereel.tapes.store.run_directory import HeldOut, Results, open_run
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import HeldOut, Results, Store
+from tapereel.tapes.store.run_directory import open_run
 from tapereel.tapes.value import Value
-from tapereel.tapes.view.overview import Overview, overview_of
+from tapereel.tapes.view import Overview, overview_of
 
 from ..front.pages import data_of, overview_in, words_of
 from .lab import WORLD, answer_of, refusal_of

@@ -11,12 +11,12 @@ import pytest
 from tapereel.cli import main
 from tapereel.finetune.inspect.explainer import Explainer
 from tapereel.finetune.inspect.lab import lab
-from tapereel.finetune.run.demonstrations import DemoConfig
+from tapereel.finetune.run import DemoConfig
 from tapereel.finetune.run.demonstrations import demo as run_demo
-from tapereel.finetune.trainer.checkpoint import checkpoints
-from tapereel.tapes.common.config import ConfigError, load_config
+from tapereel.finetune.trainer import checkpoints
+from tapereel.tapes.common import ConfigError, load_config
 from tapereel.tapes.records import Label
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ..finetune.loop.micro import MICRO, UPDATES, WARM
 from ..front.pages import words_of

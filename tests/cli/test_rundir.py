@@ -12,24 +12,26 @@ from pathlib import Path
 import pytest
 
 from tapereel.cli.progress_bars import live_progress
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.tapes.common.config import FORMAT, Config, ConfigError, load_config
-from tapereel.tapes.errors import Corrupt, UsageError
-from tapereel.tapes.store.disk import MOST_BYTES, NotAFile, file_digest, read_file
-from tapereel.tapes.store.lease import LeaseLost, end_lease
-from tapereel.tapes.store.reader import PINS
-from tapereel.tapes.store.run_directory import (
+from tapereel.finetune import TrainConfig
+from tapereel.tapes import Corrupt
+from tapereel.tapes.common import Config, ConfigError, load_config
+from tapereel.tapes.common.config import FORMAT
+from tapereel.tapes.errors import UsageError
+from tapereel.tapes.store import (
     CONFIG,
     METRICS,
-    RESULTS,
+    LeaseLost,
     Results,
     RunDir,
+    Store,
     append_metrics,
-    open_run,
+    end_lease,
     read_metrics,
+    verify,
 )
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store.disk import MOST_BYTES, NotAFile, file_digest, read_file
+from tapereel.tapes.store.reader import PINS
+from tapereel.tapes.store.run_directory import RESULTS, open_run
 
 
 class Inner(Config):

@@ -15,7 +15,7 @@ import pytest
 from tapereel.cli import main
 from tapereel.cli.console import Exit, Section, answer
 from tapereel.tapes import Tape
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 from tapereel.tapes.transcript import call_lines, episode_rewards, step_lines, summarise
 
 from ..front.making import hostile_everywhere, played, run_of, sampled_tape

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from tapereel.cli import main
-from tapereel.finetune.inspect.reproducer import reproduce
-from tapereel.finetune.run.train_config import TrainConfig
+from tapereel.finetune import TrainConfig
+from tapereel.finetune.inspect import reproduce
 from tapereel.finetune.run.training import Training
-from tapereel.finetune.trainer.checkpoint import checkpoints
-from tapereel.tapes.common.config import ConfigError, load_config
-from tapereel.tapes.store.run_directory import read_metrics
-from tapereel.tapes.store.store import Store
+from tapereel.finetune.trainer import checkpoints
+from tapereel.tapes.common import ConfigError, load_config
+from tapereel.tapes.store import Store, read_metrics
 
 from .lab import WORLD, answer_of, refusal_of
 from .test_longer import results_of, words

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tapereel.agents.engines.embedded.embedded_server import EngineServer
-from tapereel.agents.engines.embedded.pretrained import load_pretrained
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
+from tapereel.agents.engines.embedded import EngineServer, char_tokenizer, load_pretrained
+from tapereel.agents.engines.embedded.tiny_model import tiny_model
 from tapereel.cli import main
-from tapereel.tapes.store.run_directory import read_metrics
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store, read_metrics
 
 from ..finetune.loop.hosting import in_thread
 from .lab import DEADLY, SCENE, WORLD, answer_of, killed, refusal_of, settings, tapes_of

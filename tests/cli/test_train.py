@@ -15,18 +15,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.engines.embedded.tiny_model import tiny_model
 from tapereel.cli import main
 from tapereel.envs import Outcome
 from tapereel.envs.load_named import load_named
-from tapereel.finetune.loop.policy import Policy
+from tapereel.finetune import TrainConfig
+from tapereel.finetune.loop import Policy
 from tapereel.finetune.recipes import get_recipe, read_recipes
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.trainer.checkpoint import checkpoints
-from tapereel.tapes.common.config import load_config
+from tapereel.finetune.trainer import checkpoints
+from tapereel.tapes.common import load_config
 from tapereel.tapes.records import Tokens, Use
-from tapereel.tapes.store.run_directory import read_metrics
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store, read_metrics
 
 from .lab import DEADLY, MICRO, SCENE, WORLD, answer_of, killed, refusal_of, settings
 from .world import EXAMPLE, Digits

@@ -11,7 +11,7 @@ import pytest
 from tapereel.cli import main
 from tapereel.cli.console import Exit
 from tapereel.tapes.records import Use
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ..front.making import run_of, sampled_tape
 

@@ -11,8 +11,8 @@ from tapereel.cli import main
 from tapereel.cli.console import Exit
 from tapereel.finetune.inspect import view_insight
 from tapereel.finetune.inspect.view_insight import TrainingInsight
-from tapereel.finetune.trainer.checkpoint import checkpoints
-from tapereel.tapes.store.store import Store
+from tapereel.finetune.trainer import checkpoints
+from tapereel.tapes.store import Store
 from tapereel.tapes.view import RunView
 
 from ..front.pages import data_of

@@ -12,7 +12,7 @@ from tapereel.agents import Request, agent
 from tapereel.envs import Outcome, Taskset
 from tapereel.envs.load_named import load_named
 from tapereel.tapes import Task
-from tapereel.tapes.store.run_directory import read_metrics
+from tapereel.tapes.store import read_metrics
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "digits.py")
 Digits: Any = load_named(f"{EXAMPLE}:Digits")

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from tapereel.agents.engines.servers import LocalServer
 from tapereel.agents.engines.servers.connect import connect
-from tapereel.agents.engines.servers.launch import LocalServer
 from tapereel.agents.engines.servers.server_config import Adapters
-from tapereel.agents.engines.transport.http_channel import Server, ServerFailed
+from tapereel.agents.engines.transport import Server, ServerFailed
 
 from ..agents.served import Test, servers
 from ..finetune.loop.lab import RENDERER

@@ -16,18 +16,15 @@ from typing import Any
 
 import torch
 
-from tapereel.agents.engines.embedded.embedded_server import EngineServer
-from tapereel.agents.engines.embedded.pretrained import load_pretrained
+from tapereel.agents.engines.embedded import EngineServer, load_pretrained
 from tapereel.agents.engines.servers.connect import connect
-from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
+from tapereel.agents.engines.weights import AdapterConfig, add_adapters
 from tapereel.cli import main as tapereel
+from tapereel.finetune import Critic, CriticTrainer, OptimiserConfig, TrainConfig
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.run.train_run import train
-from tapereel.finetune.trainer.critic import Critic, CriticTrainer
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.reference import EarlierWeights
-from tapereel.tapes.store.store import Store
+from tapereel.finetune.run import train
+from tapereel.finetune.trainer import EarlierWeights
+from tapereel.tapes.store import Store
 
 from ..agents.served import ask, servers
 from ..finetune.build import batch, row, tiny_model, trainer_of

@@ -17,9 +17,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tapereel.agents.engines.engine import Completion, Request
-from tapereel.agents.engines.servers.server_engine import RemoteEngine
-from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
+from tapereel.agents import Completion, Request
+from tapereel.agents.engines.servers import RemoteEngine
+from tapereel.agents.engines.weights import AdapterConfig, add_adapters
 
 from ..agents import served
 from ..agents.embedded_lab import worst

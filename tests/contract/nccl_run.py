@@ -25,19 +25,19 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from tapereel.agents.engines.embedded.pretrained import load_tokenizer
-from tapereel.agents.engines.engine import Completion, Request
+from tapereel.agents import Completion, Request
+from tapereel.agents.engines.embedded import load_tokenizer
+from tapereel.agents.engines.servers import RemoteEngine
 from tapereel.agents.engines.servers.connect import connect
 from tapereel.agents.engines.servers.server_config import ServerSettings
-from tapereel.agents.engines.servers.server_engine import RemoteEngine
+from tapereel.agents.engines.weights import PublishFailed
 from tapereel.agents.engines.weights import weight_transfer as transfer
-from tapereel.agents.engines.weights.weight_sync import PublishFailed
 from tapereel.agents.engines.weights.weight_transfer import update_info, worker_infos
-from tapereel.agents.rendering.renderer import Renderer
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.run.train_run import train
-from tapereel.tapes.records import Sampling
-from tapereel.tapes.store.verifier import verify
+from tapereel.agents.rendering import Renderer
+from tapereel.finetune import TrainConfig
+from tapereel.finetune.run import train
+from tapereel.tapes import Sampling
+from tapereel.tapes.store import verify
 
 SCENE = Path(__file__).resolve().parents[1] / "finetune" / "loop" / "lab.py"
 

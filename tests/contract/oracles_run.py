@@ -21,10 +21,9 @@ from torchrl.objectives.value.functional import generalized_advantage_estimate
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
-from tapereel.finetune import Episode, Row, Trainer, get_recipe
-from tapereel.finetune.trainer.critic import Critic, CriticTrainer
-from tapereel.tapes.records import CauseType, Status
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.finetune import Critic, CriticTrainer, Episode, Row, Trainer, get_recipe
+from tapereel.tapes import CauseType, Status
 
 WORDS, LIMIT = 23, 32
 SHARP = {"baseline": {"eps": 1e-4}}

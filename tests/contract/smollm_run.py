@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import tapereel as tr
-from tapereel.cli.command import main
+from tapereel.cli import main
 from tapereel.finetune import rows
-from tapereel.tapes.common.hub import model_folder
+from tapereel.tapes.common import model_folder
 
 CLOSE = 1e-4
 """Nats by which a log-prob that an engine recorded may differ from that of a plain forward pass in float32."""

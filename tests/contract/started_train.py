@@ -11,9 +11,9 @@ import json
 import sys
 from pathlib import Path
 
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.run.train_run import train
-from tapereel.tapes.store.verifier import verify
+from tapereel.finetune import TrainConfig
+from tapereel.finetune.run import train
+from tapereel.tapes.store import verify
 
 LAB = Path(__file__).resolve().parents[1] / "finetune" / "loop" / "lab.py"
 

@@ -20,20 +20,18 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from tapereel.agents import Completion, rollout
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
-from tapereel.agents.engines.engine import Capability
-from tapereel.agents.gateway import Program, chat_protocol, messages_protocol, responses_protocol
-from tapereel.agents.gateway.dialect import Answered
-from tapereel.agents.rendering.renderer import Renderer
-from tapereel.agents.replay.replayer import replay
+from tapereel.agents import Capability, Completion, EmbeddedEngine, rollout
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.engines.embedded.tiny_model import tiny_model
+from tapereel.agents.gateway import Answered, Program, chat_protocol, messages_protocol, responses_protocol
+from tapereel.agents.rendering import Renderer
+from tapereel.agents.replay import replay
 from tapereel.cli import main
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.data.rows import rows
+from tapereel.finetune import rows
 from tapereel.tapes import Answer, Sampling, Status, Text
 from tapereel.tapes.messages import text_of
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ..agents.families import tokenizer
 from ..agents.gateway.lab import Told

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from tapereel.agents import ChatAgent, ScriptedEngine, rollout
-from tapereel.envs.adapters.mcp import McpServer
-from tapereel.envs.adapters.tools import ToolEnvironment
+from tapereel.envs.adapters import McpServer, ToolEnvironment
 from tapereel.tapes import Answer, CauseType, Status, Task, ToolCalls, ToolResults
 
 from .npm_mcp import OLDER_DONE, OLDER_PYTHON, ROOT, SERVER

@@ -20,14 +20,13 @@ from typing import Any, ClassVar
 import pytest
 
 from tapereel.agents import Limits
+from tapereel.agents.engines.servers import RemoteEngine
 from tapereel.agents.engines.servers.connect import connect
-from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.transport.http_channel import free_port
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.run.train_run import train
+from tapereel.finetune import TrainConfig
+from tapereel.finetune.run import train
 from tapereel.tapes import Text
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import Store, verify
 
 from ..agents import served
 from ..agents.served import CLOSE, Test, ask, long_one, seeds_of, servers

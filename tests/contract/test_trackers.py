@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tapereel.envs.load_named import load_named
-from tapereel.finetune.run.trackers import Axes
-from tapereel.tapes.store.run_directory import read_metrics
+from tapereel.finetune.run import Axes
+from tapereel.tapes.store import read_metrics
 
 from ..cli.lab import EXAMPLE, MICRO, SCENE, settings
 from . import trl_env

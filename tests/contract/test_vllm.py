@@ -20,21 +20,18 @@ from typing import Any
 import pytest
 import torch
 
-from tapereel.agents import rollout
-from tapereel.agents.engines.engine import Completion, EngineError, PromptTooLong, Request
+from tapereel.agents import Completion, EngineError, PromptTooLong, Request, rollout
+from tapereel.agents.engines.servers import Completions, Generate, LocalServer, RemoteEngine
 from tapereel.agents.engines.servers.connect import probe
 from tapereel.agents.engines.servers.fleet import Member
-from tapereel.agents.engines.servers.launch import LocalServer
-from tapereel.agents.engines.servers.server_engine import Capabilities, RemoteEngine
-from tapereel.agents.engines.servers.vllm import Completions, Generate
-from tapereel.agents.engines.transport.http_channel import Server
-from tapereel.agents.engines.weights.weight_sync import VLLMReload
+from tapereel.agents.engines.servers.server_engine import Capabilities
+from tapereel.agents.engines.transport import Server
+from tapereel.agents.engines.weights import VLLMReload
 from tapereel.agents.engines.weights.weight_transfer import VLLMTransfer
-from tapereel.finetune.data.rows import rows
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.run.train_run import train
-from tapereel.tapes.records import Sampling
-from tapereel.tapes.store.store import Store
+from tapereel.finetune import TrainConfig, rows
+from tapereel.finetune.run import train
+from tapereel.tapes import Sampling
+from tapereel.tapes.store import Store
 
 from ..agents import served
 from ..agents.gateway import lab as gateway

@@ -13,16 +13,14 @@ from typing import Any
 import psutil
 import pytest
 
-from tapereel.agents.engines.engine import EngineStopped
+from tapereel.agents.engines import EngineStopped
+from tapereel.agents.engines.servers import LocalServer, RemoteEngine
 from tapereel.agents.engines.servers.connect import connect
-from tapereel.agents.engines.servers.launch import LocalServer
-from tapereel.agents.engines.servers.server_engine import RemoteEngine
-from tapereel.agents.engines.weights.weight_sync import PublishFailed
-from tapereel.finetune.loop.rollouts import NothingUsable
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.run.train_run import train
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.agents.engines.weights import PublishFailed
+from tapereel.finetune import TrainConfig
+from tapereel.finetune.loop import NothingUsable
+from tapereel.finetune.run import train
+from tapereel.tapes.store import Store, verify
 
 from ..agents.served import CLOSE, ask, servers
 from ..finetune.loop.deadly_proxy import DeadlyProxy, Moment

@@ -15,13 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tapereel.agents.engines.servers import fleet, lora_servers
-from tapereel.agents.engines.servers.server_engine import RemoteEngine
-from tapereel.agents.engines.weights.weight_config import add_adapters
-from tapereel.agents.engines.weights.weight_sync import VLLMReload
-from tapereel.finetune.loop.delivery import NotDelivered
+from tapereel.agents.engines.servers import RemoteEngine, fleet, lora_servers
+from tapereel.agents.engines.weights import VLLMReload, add_adapters
+from tapereel.finetune.loop import NotDelivered
 from tapereel.tapes import Text
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ..agents.served import Test
 from ..attack.test_delivery import BEGIN, FAULTS

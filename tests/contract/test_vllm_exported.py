@@ -13,8 +13,8 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.run.train_run import train
+from tapereel.finetune import TrainConfig
+from tapereel.finetune.run import train
 
 from ..agents.served import CLOSE
 from ..finetune.loop import lab

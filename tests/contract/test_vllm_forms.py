@@ -13,12 +13,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
-from tapereel.agents.engines.engine import GrammarRefused, Request
+from tapereel.agents import Request
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.engines.engine import GrammarRefused
+from tapereel.agents.engines.servers import LocalServer
 from tapereel.agents.engines.servers.connect import connect
-from tapereel.agents.engines.servers.launch import LocalServer
+from tapereel.agents.rendering import Renderer
 from tapereel.agents.rendering.answer_grammar import Grammar, answer_grammar
-from tapereel.agents.rendering.renderer import Renderer
 from tapereel.tapes import Sampling
 from tapereel.tapes.records import Constraint
 

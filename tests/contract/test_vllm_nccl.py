@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from tapereel.agents.engines.servers.launch import LocalServer
+from tapereel.agents.engines.servers import LocalServer
 from tapereel.cli.rollout.serve_model import NCCL
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import verify
 
 from ..agents.embedded_lab import recompute
 from ..agents.served import CLOSE

@@ -20,26 +20,21 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from tapereel.agents.engines.embedded.pretrained import Pretrained, load_pretrained
-from tapereel.agents.engines.engine import Completion, EngineError, Request
+from tapereel.agents import Completion, EngineError, Request
+from tapereel.agents.engines.embedded import Pretrained, load_pretrained
+from tapereel.agents.engines.servers import Generate, LocalServer, RemoteEngine
 from tapereel.agents.engines.servers.connect import connect
-from tapereel.agents.engines.servers.launch import LocalServer
-from tapereel.agents.engines.servers.server_engine import RemoteEngine
-from tapereel.agents.engines.servers.vllm import Generate
-from tapereel.agents.engines.transport.http_channel import Server, ServerFailed
+from tapereel.agents.engines.transport import Server, ServerFailed
 from tapereel.agents.engines.transport.wire import same_prompt
-from tapereel.agents.rendering.renderer import Rendered, Renderer
-from tapereel.agents.vision.tiny_vision import save_tiny_vision
+from tapereel.agents.rendering import Rendered, Renderer
+from tapereel.agents.vision import save_tiny_vision
 from tapereel.agents.vision.vision import PictureTokens
-from tapereel.finetune.data.rows import Row
-from tapereel.finetune.loop.delivery import Delivery, NotDelivered
-from tapereel.finetune.loop.loop_config import LoopConfig
-from tapereel.finetune.loop.policy import Policy
+from tapereel.finetune import LoopConfig, Row
+from tapereel.finetune.loop import NotDelivered, Policy
+from tapereel.finetune.loop.delivery import Delivery
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.run.trainer_factory import TrainerFactory
-from tapereel.finetune.trainer.distributed import Processes
-from tapereel.finetune.trainer.logprobs import score
-from tapereel.finetune.trainer.ranks import Ranks
+from tapereel.finetune.trainer import Processes, Ranks, score
 from tapereel.tapes import Picture, Sampling, Video
 from tapereel.tapes.messages import part_of
 from tapereel.tapes.places import Place

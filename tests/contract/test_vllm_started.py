@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tapereel.tapes import Status
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import Store, verify
 
 from ..finetune.loop.versions import assert_versions_true
 from .lab import run_in_vllm

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from tapereel.agents.engines.servers.launch import LocalServer
-from tapereel.tapes.common.access_token import token_for
+from tapereel.agents.engines.servers import LocalServer
+from tapereel.tapes.common import token_for
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 OPEN_IN_VLLM = {"/health", "/pause", "/resume", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache"}

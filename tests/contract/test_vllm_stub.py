@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.engines.engine import EngineError, EngineStopped, Request
+from tapereel.agents import EngineError, Request
+from tapereel.agents.engines import EngineStopped
+from tapereel.agents.engines.servers import Chat, Completions, LocalServer, RemoteEngine
 from tapereel.agents.engines.servers.connect import connect
-from tapereel.agents.engines.servers.launch import LocalServer
-from tapereel.agents.engines.servers.server_engine import ForeignWeights, RemoteEngine
-from tapereel.agents.engines.servers.vllm import Chat, Completions
-from tapereel.agents.engines.transport.http_channel import Server, ServerFailed
-from tapereel.agents.engines.weights.weight_sync import PublishFailed
-from tapereel.tapes.records import Sampling
+from tapereel.agents.engines.servers.server_engine import ForeignWeights
+from tapereel.agents.engines.transport import Server, ServerFailed
+from tapereel.agents.engines.weights import PublishFailed
+from tapereel.tapes import Sampling
 
 from ..agents.served import Heard, servers
 from ..finetune.loop.lab import RENDERER

@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from tapereel.agents.engines.engine import Completion, EngineError, Request
+from tapereel.agents import Completion, EngineError, Request
+from tapereel.agents.engines.servers import Chat, Completions, RemoteEngine
 from tapereel.agents.engines.servers.fleet import Member
 from tapereel.agents.engines.servers.lora_servers import AdapterEngine
-from tapereel.agents.engines.servers.server_engine import RemoteEngine
-from tapereel.agents.engines.servers.vllm import Chat, Completions
-from tapereel.agents.engines.transport.http_channel import Server
-from tapereel.agents.engines.weights.weight_sync import PublishFailed, VLLMReload
-from tapereel.agents.rendering.renderer import Renderer
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.run.train_run import train
+from tapereel.agents.engines.transport import Server
+from tapereel.agents.engines.weights import PublishFailed, VLLMReload
+from tapereel.agents.rendering import Renderer
+from tapereel.finetune import TrainConfig
+from tapereel.finetune.run import train
 
 from ..agents.embedded_lab import worst
 from ..agents.served import CLOSE, Test, ask, long_one, servers

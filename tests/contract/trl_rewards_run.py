@@ -20,9 +20,10 @@ from trl.chat_template_utils import qwen3_instruct_2507_chat_template
 from trl.rewards import get_soft_overlong_punishment, think_format_reward
 
 from tapereel.agents import ChatAgent, ScriptedEngine, rollout
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
-from tapereel.agents.rendering.renderer import Renderer
-from tapereel.envs.adapters.trl import TRLEnvironment, trl_row
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.engines.embedded.tiny_model import tiny_model
+from tapereel.agents.rendering import Renderer
+from tapereel.envs.adapters import TRLEnvironment, trl_row
 from tapereel.tapes import Answer, ToolCalls
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'

@@ -21,9 +21,9 @@ from tapereel.agents import ChatAgent, ScriptedEngine, rollout
 from tapereel.cli import main
 from tapereel.envs import BadTasks
 from tapereel.envs.adapters.verifiers import VerifiersEnvironment, verifiers_tasks
-from tapereel.tapes import Answer, Status, Tape, ToolCalls, ToolResults
+from tapereel.tapes import Answer, Status, Tape, ToolCall, ToolCalls, ToolResults
 from tapereel.tapes.errors import BadArgument
-from tapereel.tapes.steps import Prompt, ToolCall
+from tapereel.tapes.steps import Prompt
 
 Said = str | tuple[str, dict[str, Any]]
 """Text, or one call."""

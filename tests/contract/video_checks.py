@@ -28,18 +28,16 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoVideoProcessor, Qwen2_5_VLProcessor, Qwen3VLProcessor
 from transformers.video_utils import VideoMetadata
 
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.agents.engines.embedded.pretrained import Pretrained, load_pictures, load_pretrained
-from tapereel.agents.engines.engine import Completion, Request
-from tapereel.agents.rendering.renderer import Renderer, Track
+from tapereel.agents import Completion, EmbeddedEngine, Request
+from tapereel.agents.engines.embedded import Pretrained, load_pictures, load_pretrained
+from tapereel.agents.rendering import Renderer, Track
+from tapereel.agents.vision import UnsupportedVision, save_tiny_vision
 from tapereel.agents.vision.families import prove_vision
-from tapereel.agents.vision.tiny_vision import save_tiny_vision
-from tapereel.agents.vision.vision import UnsupportedVision
-from tapereel.finetune.data.rows import Row
-from tapereel.finetune.trainer.logprobs import forward, plan, score
+from tapereel.finetune import Row
+from tapereel.finetune.trainer import forward, plan, score
 from tapereel.finetune.trainer.micro_batches import Pictures
+from tapereel.tapes import Message, Sampling
 from tapereel.tapes.places import Place
-from tapereel.tapes.records import Message, Sampling
 
 from ..agents.embedded_lab import until
 from ..finetune.build import row

@@ -20,8 +20,7 @@ from datasets import Dataset
 from tapereel.agents import ChatAgent, Request, ScriptedEngine, rollout
 from tapereel.agents.setup.setup import Setup
 from tapereel.envs import Taskset
-from tapereel.envs.adapters.tools import ToolEnvironment
-from tapereel.envs.adapters.trl import TRLEnvironment, trl_row
+from tapereel.envs.adapters import ToolEnvironment, TRLEnvironment, trl_row
 from tapereel.tapes import Answer, Task, ToolCalls
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.messages import text_of

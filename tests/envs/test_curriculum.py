@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from tapereel.envs import BadTasks, Taskset
 from tapereel.envs.curriculum import Curriculum, Rate, pass_rates, pools
-from tapereel.envs.taskset import BadTasks, Taskset
 from tapereel.tapes import Task
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ..finetune.loop.lab import LETTERS, assert_books_close, history_in, loop_in, run, settings_of, tasks
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from tapereel.envs.taskset import BadTasks, Taskset, columns, hub_tasks
+from tapereel.envs import BadTasks, Taskset
+from tapereel.envs.taskset import columns, hub_tasks
 
 ROWS = [{"name": f"n{k}", "q": f"{k}+1?", "a": str(k + 1), "seed": k} for k in range(4)]
 

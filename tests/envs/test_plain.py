@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import Agent, EpisodeSpec, ScriptedEngine, rollout, rollout_group
-from tapereel.agents.episode.llm import LLM
-from tapereel.agents.replay.replayer import replay
+from tapereel.agents import LLM, Agent, EpisodeSpec, ScriptedEngine, rollout, rollout_group
+from tapereel.agents.replay import replay
 from tapereel.envs import Calculator, Environment, Outcome, check_env
 from tapereel.envs.checks.reexec import reexec
 from tapereel.envs.environment import EnvironmentFault, NotAnEnvironment, as_observation, as_outcome
 from tapereel.envs.remote import Declared, Pool
-from tapereel.envs.rewards import Rewards
-from tapereel.envs.rewards.sources import rewarded
+from tapereel.envs.rewards import Rewards, rewarded
 from tapereel.tapes import Answer, Observation, Step, Tape, Text
 from tapereel.tapes.errors import BadArgument
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tapereel.envs.adapters.reasoning import BOARDS, reasoning_scorer, reasoning_tasks
-from tapereel.envs.taskset import BadTasks
+from tapereel.envs import BadTasks, reasoning_scorer, reasoning_tasks
+from tapereel.envs.adapters.reasoning import BOARDS
 from tapereel.tapes import Task
 
 gym: Any = pytest.importorskip("reasoning_gym")

@@ -12,8 +12,7 @@ import pytest
 
 from tapereel.agents import ChatAgent, ScriptedEngine, rollout
 from tapereel.envs import Environment, Outcome, Rewards, RewardSource
-from tapereel.envs.adapters.tools import ToolEnvironment
-from tapereel.envs.adapters.trl import TRLEnvironment, trl_reward, trl_row
+from tapereel.envs.adapters import ToolEnvironment, TRLEnvironment, trl_reward, trl_row
 from tapereel.envs.environment import EnvironmentFactory, NotAnEnvironment
 from tapereel.envs.rewards import rewarded
 from tapereel.envs.rewards.sources import ensemble

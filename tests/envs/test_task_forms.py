@@ -10,8 +10,7 @@ import pytest
 
 import tapereel as tr
 from tapereel.agents import ChatAgent, ScriptedEngine, rollout
-from tapereel.envs.adapters.tools import ToolEnvironment
-from tapereel.envs.adapters.trl import TRLEnvironment
+from tapereel.envs.adapters import ToolEnvironment, TRLEnvironment
 from tapereel.tapes import Answer, Picture, Tape, Task, ToolCalls
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.pictures import visuals_of

@@ -11,23 +11,22 @@ import pytest
 from PIL import Image
 
 from tapereel.agents import EpisodeSpec, ScriptedEngine, rollout
+from tapereel.agents.replay import replay
 from tapereel.agents.replay.branching import cut
-from tapereel.agents.replay.replayer import replay
 from tapereel.envs import BadTasks, Environment, Outcome, Taskset
-from tapereel.envs.adapters.trl import TRLEnvironment, row_of, trl_reward, trl_row
+from tapereel.envs.adapters import TRLEnvironment, trl_reward, trl_row
+from tapereel.envs.adapters.trl import row_of
 from tapereel.envs.checks.reexec import reexec
 from tapereel.envs.checks.rescore import rescore
-from tapereel.envs.remote.declared import Declared
-from tapereel.envs.remote.env_protocol import ResetCall, files_of, read_call
+from tapereel.envs.remote import BadAnswer, Declared, ResetCall, read_call
+from tapereel.envs.remote.env_protocol import files_of
 from tapereel.envs.remote.host import Host
 from tapereel.envs.remote.proxy import Proxy
-from tapereel.envs.remote.remote_errors import BadAnswer
 from tapereel.envs.rewards import Rewards
 from tapereel.envs.taskset import standard_row
 from tapereel.tapes import Answer, Picture, Status, Tape, Task
 from tapereel.tapes.records import Begin
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import Store, verify
 
 from ..agents.picture_worlds import square
 from .test_trl_pictures import AGENT, URL, Plain, by_pixels, file_of, looked

@@ -12,21 +12,22 @@ import pytest
 from PIL import Image
 
 from tapereel.agents import EpisodeSpec, ScriptedEngine, rollout
-from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents.rendering import Renderer
+from tapereel.agents.replay import replay
 from tapereel.agents.replay.branching import cut
-from tapereel.agents.replay.replayer import replay
-from tapereel.envs import Environment, Outcome, Taskset
-from tapereel.envs.adapters.trl import TRLEnvironment, row_of, trl_reward, trl_row
+from tapereel.envs import BadTasks, Environment, Outcome, Taskset
+from tapereel.envs.adapters import TRLEnvironment, trl_reward, trl_row
+from tapereel.envs.adapters.trl import row_of
 from tapereel.envs.checks.reexec import reexec
 from tapereel.envs.checks.rescore import rescore
-from tapereel.envs.remote.env_protocol import ResetCall, files_of, read_call
+from tapereel.envs.remote import ResetCall, read_call
+from tapereel.envs.remote.env_protocol import files_of
 from tapereel.envs.rewards import Rewards
-from tapereel.envs.taskset import BadTasks, standard_row
+from tapereel.envs.taskset import standard_row
 from tapereel.tapes import Answer, Picture, Status, Tape, Task, Video
 from tapereel.tapes.common.run_async import run_async
 from tapereel.tapes.messages import part_of
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import Store, verify
 
 from ..agents.episode.test_seeing_tokens import Babbler
 from ..agents.picture_worlds import corner_of, square

@@ -20,7 +20,8 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapereel.agents.setup.setup import DatasetConfig, load_tasks
+from tapereel.agents.setup import load_tasks
+from tapereel.agents.setup.setup import DatasetConfig
 from tapereel.envs import BadTasks, Taskset, overlap
 from tapereel.envs.taskset import columns
 from tapereel.tapes import MissingExtra, Task

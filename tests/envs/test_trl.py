@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import ChatAgent, EpisodeSpec, Limits, Request, ScriptedEngine, rollout
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
-from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents import ChatAgent, EmbeddedEngine, EpisodeSpec, Limits, Request, ScriptedEngine, rollout
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.engines.embedded.tiny_model import tiny_model
+from tapereel.agents.rendering import Renderer
 from tapereel.envs import Outcome, Rewards, Taskset
-from tapereel.envs.adapters.trl import TRLEnvironment, completion_ids, trl_reward, trl_row
+from tapereel.envs.adapters import TRLEnvironment, trl_reward, trl_row
+from tapereel.envs.adapters.trl import completion_ids
 from tapereel.envs.rewards import rewarded
 from tapereel.tapes import Answer, NotATape, Status, Tape, Text, ToolCalls
 from tapereel.tapes.errors import BadArgument

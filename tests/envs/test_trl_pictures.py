@@ -14,16 +14,15 @@ import pytest
 from PIL import Image
 
 from tapereel.agents import ChatAgent, Request, ScriptedEngine, rollout
-from tapereel.envs import Outcome, Taskset
-from tapereel.envs.adapters.tools import ToolEnvironment
-from tapereel.envs.adapters.trl import TRLEnvironment, trl_reward, trl_row
+from tapereel.envs import BadTasks, Outcome, Taskset
+from tapereel.envs.adapters import ToolEnvironment, TRLEnvironment, trl_reward, trl_row
 from tapereel.envs.checks.rescore import rescore
 from tapereel.envs.rewards import Rewards
-from tapereel.envs.taskset import BadTasks, columns, standard_row
+from tapereel.envs.taskset import columns, standard_row
 from tapereel.tapes import Answer, Picture, Status, Tape, Task, ToolCalls, ToolResults, Video
 from tapereel.tapes.pictures import pictures_of
 from tapereel.tapes.steps import content_parts
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ..agents.picture_worlds import corner_of, square
 

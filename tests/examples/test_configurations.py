@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 
 import tapereel as tr
-from tapereel.agents.vision.tiny_vision import save_tiny_vision
-from tapereel.cli.command import main
+from tapereel.agents.vision import save_tiny_vision
+from tapereel.cli import main
 from tapereel.envs import Rewards
 from tapereel.envs.rewards import rewarded
-from tapereel.tapes import Task
-from tapereel.tapes.status import Status
-from tapereel.tapes.store.store import Store
+from tapereel.tapes import Status, Task
+from tapereel.tapes.store import Store
 
 torch = pytest.importorskip("torch")
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from tapereel.finetune.data.stream import BadBatch
-from tapereel.finetune.objective.recipe import Recipe, read
+from tapereel.finetune import Recipe
+from tapereel.finetune.data import BadBatch
+from tapereel.finetune.objective import read
 from tapereel.finetune.recipes import get_recipe
 
 from ..finetune.build import episode, gradient, row, same, tiny_model

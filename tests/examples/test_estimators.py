@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 
 import tapereel as tr
 from tapereel.cli import main
+from tapereel.finetune import Recipe
 from tapereel.finetune.data.rows import Observations
-from tapereel.finetune.objective import Context
+from tapereel.finetune.objective import Context, read
 from tapereel.finetune.objective import loss as objective
-from tapereel.finetune.objective.recipe import Recipe, read
 from tapereel.finetune.recipes import get_recipe
-from tapereel.tapes.store.run_directory import read_metrics
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store, read_metrics
 
 from ..finetune.build import episode, exact, row
 from ..oracles.estimators import Attempt, Turn, gigpo, opo

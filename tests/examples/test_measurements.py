@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import pytest
 
-from tapereel.finetune.run.demonstrations import DemoConfig
-from tapereel.tapes.common.config import dump_config
+from tapereel.finetune.run import DemoConfig
+from tapereel.tapes.common import dump_config
 
 from ..finetune.loop.micro import MICRO, PICTURED
 

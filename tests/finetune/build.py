@@ -14,13 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tapereel.finetune.data.rows import Row
-from tapereel.finetune.data.stream import Episode, Stream
+from tapereel.finetune import Episode, OptimiserConfig, Row, Stream, Trainer
 from tapereel.finetune.objective import Term
-from tapereel.finetune.trainer.logprobs import score
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.trainer import Trainer
-from tapereel.tapes.records import Status
+from tapereel.finetune.trainer import score
+from tapereel.tapes import Status
 
 LEDGER = Path(__file__).parents[1] / "ledger"
 VOCABULARY = 23

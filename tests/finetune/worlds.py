@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from tapereel.finetune.data.rows import Row
-from tapereel.finetune.data.stream import Episode, Stream
+from tapereel.finetune import Episode, Row, Stream
 from tapereel.finetune.objective import (
     Anchor,
     EpisodeKL,
@@ -20,7 +19,7 @@ from tapereel.finetune.objective import (
     Weigh,
     Whiten,
 )
-from tapereel.tapes.records import Status
+from tapereel.tapes import Status
 
 from ..oracles.world import Attempt, Said, World
 from .build import choices, exact, row

@@ -9,12 +9,11 @@ from pathlib import Path
 
 from tapereel.agents import LLM, Agent, EpisodeSpec, ScriptedEngine, rollout
 from tapereel.envs import Environment, Outcome
-from tapereel.tapes import Action, Observation, Sampling, Status, Tape, Task, Text
+from tapereel.tapes import Action, Answer, Call, Cause, CauseType, Observation, Sampling, Status, Tape, Task, Text
 from tapereel.tapes.arrays import floats, ints
 from tapereel.tapes.journal import Journal
-from tapereel.tapes.records import Begin, Call, Cause, CauseType, End, Identity, Reward
-from tapereel.tapes.steps import Answer
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.records import Begin, End, Identity, Reward
+from tapereel.tapes.store import Store
 from tapereel.tapes.tape import TapeLog, step_record
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from tapereel.tapes.audit.faults import Fault
+from tapereel.tapes.store import Store
 from tapereel.tapes.store.books import Lost
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.view import Overview
 from tapereel.tapes.view.curves import Curve, Level, Plot
-from tapereel.tapes.view.overview import Fact, Overview, Score, TapeToRead
+from tapereel.tapes.view.overview import Fact, Score, TapeToRead
 
 EVIL = "</title></pre><script>alert(1)</script>\" onmouseover='x' {{ 7*7 }} $x_1$ & \x1b[2J\u202e"
 

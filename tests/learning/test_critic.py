@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tapereel.agents import Limits
-from tapereel.agents.setup.engine_config import EmbeddedConfig
+from tapereel.agents.setup import EmbeddedConfig
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.loop.loop_config import CriticConfig, LoopConfig
-from tapereel.finetune.run.train_config import EvaluationConfig, TrainConfig
-from tapereel.finetune.run.train_run import train
-from tapereel.finetune.trainer.options import CriticOptimiserConfig, OptimiserConfig
+from tapereel.finetune import LoopConfig, OptimiserConfig, TrainConfig
+from tapereel.finetune.loop import CriticConfig
+from tapereel.finetune.run import EvaluationConfig, train
+from tapereel.finetune.trainer.options import CriticOptimiserConfig
 from tapereel.tapes import Answer, Sampling, Text
 
 from ..finetune.loop import lab

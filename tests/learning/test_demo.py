@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.tapes.store.run_directory import METRICS, read_metrics
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import METRICS, Store, read_metrics
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(1500)]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tapereel import save_tiny_model
-from tapereel.tapes.store.run_directory import METRICS, read_metrics
+from tapereel.tapes.store import METRICS, read_metrics
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(600)]
 

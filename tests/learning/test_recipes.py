@@ -14,16 +14,15 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.setup.engine_config import EmbeddedConfig
+from tapereel.agents.setup import EmbeddedConfig
 from tapereel.envs import Outcome
-from tapereel.finetune.loop.loop_config import CriticConfig, LoopConfig
-from tapereel.finetune.run.train_config import EvaluationConfig, TrainConfig
-from tapereel.finetune.run.train_run import TrainSummary, train
-from tapereel.finetune.trainer.options import CriticOptimiserConfig, OptimiserConfig
+from tapereel.finetune import LoopConfig, OptimiserConfig, TrainConfig
+from tapereel.finetune.loop import CriticConfig
+from tapereel.finetune.run import EvaluationConfig, TrainSummary, train
+from tapereel.finetune.trainer.options import CriticOptimiserConfig
 from tapereel.tapes import Answer, Sampling
 from tapereel.tapes.errors import UsageError
-from tapereel.tapes.store.run_directory import METRICS, read_metrics
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import METRICS, Store, read_metrics
 
 from ..finetune.loop import lab
 

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.setup.engine_config import EmbeddedConfig
+from tapereel.agents.setup import EmbeddedConfig
 from tapereel.envs import Outcome
-from tapereel.finetune.loop.loop_config import LoopConfig
-from tapereel.finetune.run.train_config import EvaluationConfig, TrainConfig
-from tapereel.finetune.run.train_run import train
-from tapereel.finetune.trainer.options import OptimiserConfig
+from tapereel.finetune import LoopConfig, OptimiserConfig, TrainConfig
+from tapereel.finetune.run import EvaluationConfig, train
 from tapereel.tapes import Answer, Sampling, Text
 
 from ..finetune.loop import lab

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 import tapereel as tr
-from tapereel.agents.vision.tiny_vision import save_tiny_vision
-from tapereel.envs.adapters.tools import ToolEnvironment, tool
+from tapereel.agents.vision import save_tiny_vision
+from tapereel.envs.adapters import ToolEnvironment
+from tapereel.envs.adapters.tools import tool
 from tapereel.tapes import Answer, ToolCall, ToolCalls
 
 

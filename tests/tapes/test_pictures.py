@@ -23,13 +23,13 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
-from tapereel.tapes import BadPicture, MediaReference, Observation, Picture, ToolResult, Video
+from tapereel.tapes import BadPicture, MediaReference, Observation, Picture, ToolResult, ToolResults, Video
 from tapereel.tapes.decoding import MAX_BYTES
 from tapereel.tapes.messages import heard
 from tapereel.tapes.pictures import media_of, pictures_of
 from tapereel.tapes.records import StepRecord
 from tapereel.tapes.schema import parse_record
-from tapereel.tapes.steps import Prompt, ToolResults, parts_of
+from tapereel.tapes.steps import Prompt, parts_of
 from tapereel.tapes.value import Value
 
 RED = np.full((6, 9, 3), (200, 10, 20), dtype="uint8")

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pydantic_core import from_json
 
-from tapereel.tapes.records import Begin, Call, Identity, Sampling, Task
+from tapereel.tapes import Call, Sampling, Task
+from tapereel.tapes.records import Begin, Identity
 from tapereel.tapes.schema import parse_record
 
 ALIKE: dict[str, Any] = {

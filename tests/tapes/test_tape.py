@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from tapereel.tapes import Action, HiddenFromAgent, NotATape, Observation, Tape, Task
+from tapereel.tapes import Action, Call, Cause, CauseType, HiddenFromAgent, NotATape, Observation, Status, Tape, Task
 from tapereel.tapes.errors import NewerRecord
-from tapereel.tapes.records import Begin, Call, Cause, End, Identity, Parent, Reward
+from tapereel.tapes.records import Begin, End, Identity, Parent, Reward
 from tapereel.tapes.schema import parse_record
-from tapereel.tapes.status import CauseType, Status, trains
+from tapereel.tapes.status import trains
 from tapereel.tapes.tape import TapeLog, step_record
 
 

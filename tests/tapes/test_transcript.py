@@ -7,21 +7,22 @@ import json
 import numpy as np
 import pytest
 
-from tapereel.tapes.pictures import Picture, Video, videos_in
-from tapereel.tapes.steps import (
+from tapereel.tapes import (
     Action,
     Answer,
     Observation,
     ParseError,
-    Prompt,
+    Picture,
     Step,
     Text,
     ToolCall,
     ToolCalls,
     ToolResult,
     ToolResults,
-    read_step,
+    Video,
 )
+from tapereel.tapes.pictures import videos_in
+from tapereel.tapes.steps import Prompt, read_step
 from tapereel.tapes.transcript import Fragment, fragments_of, reads, shown
 
 

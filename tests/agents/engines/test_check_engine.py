@@ -14,18 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tapereel import check_engine
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.agents.engines.engine import (
-    MEMBERS,
-    Capability,
-    Completion,
-    EngineError,
-    Request,
-    require,
-)
-from tapereel.agents.engines.scripted import ScriptedEngine
-from tapereel.agents.setup.engine_config import CustomConfig, make_engine
+from tapereel.agents import Capability, Completion, EmbeddedEngine, EngineError, Request, ScriptedEngine, check_engine
+from tapereel.agents.engines.engine import MEMBERS, require
+from tapereel.agents.setup import make_engine
+from tapereel.agents.setup.engine_config import CustomConfig
 from tapereel.agents.setup.team_config import PartnerConfig
 from tapereel.finetune.loop.loop import check_engines
 from tapereel.tapes.errors import UsageError

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from tapereel.agents import LLM, Agent, ChatAgent, Engine, Request, ScriptedEngine, agent, delegate, rollout
-from tapereel.agents.gateway.program import Endpoint, Program
+from tapereel.agents.gateway import Endpoint, Program
 from tapereel.envs import Environment, Outcome
-from tapereel.envs.adapters.tools import ToolEnvironment
+from tapereel.envs.adapters import ToolEnvironment
 from tapereel.tapes import Action, Answer, ParseError, Sampling, Step, Tape, Task, Thought, ToolCalls
 from tapereel.tapes.messages import text_of
 

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import EngineError, Limits, Request, ScriptedEngine, rollout
-from tapereel.agents.engines.engine import EngineStopped
+from tapereel.agents import EngineError, Limits, Request, RunConfig, ScriptedEngine, rollout
+from tapereel.agents.engines import EngineStopped
 from tapereel.agents.engines.transport.absence import Absence
 from tapereel.agents.episode.recorder import Recorder
+from tapereel.agents.runs import Judge, judge_reward, run
 from tapereel.agents.runs.group import Closing, Group, fill
-from tapereel.agents.runs.judge import Judge, judge_reward
-from tapereel.agents.runs.runner import RunConfig, run
 from tapereel.envs import Outcome
 from tapereel.envs.rewards import Rewards, rewarded
 from tapereel.tapes import Answer, CauseType, Status, Tape
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ...attack.faulty import TASKS, Faulty, Player
 from ..gateway.lab import until

@@ -25,7 +25,7 @@ from tapereel.agents import (
     rollout,
 )
 from tapereel.agents.episode.limits import TokenBudget
-from tapereel.agents.replay.replayer import replay
+from tapereel.agents.replay import replay
 from tapereel.tapes import Answer, Sampling, Step, Tape
 
 from ...toy_envs import Paid

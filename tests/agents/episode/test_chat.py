@@ -23,7 +23,7 @@ from tapereel.agents import (
     rollout,
     rollout_group,
 )
-from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents.rendering import Renderer
 from tapereel.envs import Environment, Outcome
 from tapereel.tapes import Action, Answer, CauseType, ParseError, Status, Text, ToolCalls, ToolResult, ToolResults
 from tapereel.tapes.errors import UsageError

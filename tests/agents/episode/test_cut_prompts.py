@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import ChatAgent, rollout
-from tapereel.agents.episode.limits import Limits, shorter_prompts
-from tapereel.agents.rendering.renderer import Renderer
-from tapereel.agents.replay.replayer import replay
+from tapereel.agents import ChatAgent, Limits, rollout
+from tapereel.agents.episode.limits import shorter_prompts
+from tapereel.agents.rendering import Renderer
+from tapereel.agents.replay import replay
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.data.rows import rows
+from tapereel.finetune import rows
 from tapereel.tapes import Answer, CauseType, Message, Status, Tape
 from tapereel.tapes.common.run_async import run_async
 from tapereel.tapes.transcript import call_lines

@@ -11,7 +11,7 @@ import pytest
 from tapereel.agents import LLM, ScriptedEngine
 from tapereel.envs import Outcome
 from tapereel.tapes import CauseType, Status, Tape
-from tapereel.tapes.common.stats import REWARD_LIMIT
+from tapereel.tapes.common import REWARD_LIMIT
 
 from ..worlds import Guess, GuessNumber, Player
 from .test_rollout import Raising, acting, fault_of, run

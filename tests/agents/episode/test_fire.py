@@ -14,14 +14,22 @@ import numpy as np
 import pytest
 import torch
 
-from tapereel.agents import ReplayEngine, ScriptedEngine, rollout
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.agents.engines.engine import Capability, Completion, EngineError, PromptTooLong, Request
+from tapereel.agents import (
+    Capability,
+    Completion,
+    EmbeddedEngine,
+    EngineError,
+    PromptTooLong,
+    ReplayEngine,
+    Request,
+    ScriptedEngine,
+    rollout,
+)
 from tapereel.agents.episode import fire
-from tapereel.finetune.data.rows import rows
-from tapereel.finetune.trainer.logprobs import score
-from tapereel.tapes import Sampling, Tape
-from tapereel.tapes.records import Call, Usage
+from tapereel.finetune import rows
+from tapereel.finetune.trainer import score
+from tapereel.tapes import Call, Sampling, Tape
+from tapereel.tapes.records import Usage
 
 from ...finetune.loop.lab import RENDERER, Letters, Speaker, model, run, settings_of
 from ..embedded_lab import recompute

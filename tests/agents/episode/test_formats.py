@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from tapereel.agents import ChatAgent, ScriptedEngine, rollout
-from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents.rendering import Renderer
 from tapereel.envs import Outcome
-from tapereel.envs.adapters.tools import ToolEnvironment
+from tapereel.envs.adapters import ToolEnvironment
 from tapereel.tapes import Task
 
 from ..families import tokenizer

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import LLM, Agent, Completion, EngineError, Request, rollout
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.agents.engines.team_engine import TeamEngine
+from tapereel.agents import LLM, Agent, Completion, EmbeddedEngine, EngineError, Request, rollout
+from tapereel.agents.engines import TeamEngine
 from tapereel.agents.episode import fire
 from tapereel.tapes import Answer, Sampling, Tape
 

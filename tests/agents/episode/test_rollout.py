@@ -26,9 +26,9 @@ from tapereel.agents import (
     rollout,
     rollout_group,
 )
-from tapereel.agents.engines.team_engine import TeamEngine
+from tapereel.agents.engines import TeamEngine
 from tapereel.agents.episode.seeds import derive_seed
-from tapereel.agents.replay.replayer import replay
+from tapereel.agents.replay import replay
 from tapereel.envs import Environment, Outcome
 from tapereel.envs.environment import NotAnEnvironment
 from tapereel.tapes import (

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.engines.engine import Request
+from tapereel.agents import Request
+from tapereel.agents.engines.servers import Completions, Generate, SGLangGenerate
 from tapereel.agents.engines.servers.litellm_engine import parameters
-from tapereel.agents.engines.servers.sglang import SGLangGenerate
-from tapereel.agents.engines.servers.vllm import Completions, Generate
 from tapereel.tapes import Sampling
 
 LEDGER = json.loads((Path(__file__).parents[2] / "ledger" / "sampling.json").read_text("utf-8"))

@@ -12,19 +12,17 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import LLM, Agent, EpisodeSpec, ScriptedEngine, rollout
-from tapereel.agents.engines.engine import EngineError, Request
-from tapereel.agents.engines.servers.litellm_engine import LiteLLMEngine
-from tapereel.agents.replay.replayer import replay
+from tapereel.agents import LLM, Agent, EngineError, EpisodeSpec, Request, ScriptedEngine, rollout
+from tapereel.agents.engines.servers import LiteLLMEngine
+from tapereel.agents.replay import replay
 from tapereel.envs import Environment, Outcome
 from tapereel.envs.checks.reexec import reexec
-from tapereel.finetune.data.rows import rows
+from tapereel.finetune import rows
 from tapereel.tapes import Answer, CauseType, NotATape, Picture, Status, Tape, ToolCalls
 from tapereel.tapes.common.run_async import run_async
 from tapereel.tapes.pictures import pictures_of
 from tapereel.tapes.steps import Prompt
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import Store, verify
 
 from ...finetune.loop.lab import RENDERER
 from ..hosted import Provider

@@ -11,22 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tapereel.agents import LLM, Agent, EpisodeSpec, ScriptedEngine, rollout
-from tapereel.agents.engines.engine import Capability, Completion, Request
-from tapereel.agents.episode.limits import Limits
-from tapereel.agents.rendering.renderer import Renderer
-from tapereel.agents.replay.replayer import replay
-from tapereel.agents.setup.engine_config import RendererConfig
-from tapereel.agents.vision.tiny_vision import save_tiny_vision
+from tapereel.agents import LLM, Agent, Capability, Completion, EpisodeSpec, Limits, Request, ScriptedEngine, rollout
+from tapereel.agents.rendering import Renderer
+from tapereel.agents.replay import replay
+from tapereel.agents.setup import RendererConfig
+from tapereel.agents.vision import save_tiny_vision
 from tapereel.envs import Outcome
-from tapereel.finetune.data.rows import rows
+from tapereel.finetune import rows
 from tapereel.tapes import Answer, BadPicture, CauseType, NotATape, Picture, Status, Tape
 from tapereel.tapes.arrays import floats, ints
 from tapereel.tapes.common.run_async import run_async
 from tapereel.tapes.pictures import pictures_of
 from tapereel.tapes.steps import Prompt
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import Store, verify
 
 from ...toy_envs import Paid
 from ..picture_worlds import Corners, Gallery, Several, square

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapereel.agents import LLM, EpisodeSpec, Request, ScriptedEngine, agent, rollout
-from tapereel.agents.engines.servers.litellm_engine import LiteLLMEngine
-from tapereel.agents.replay.replayer import replay
+from tapereel.agents.engines.servers import LiteLLMEngine
+from tapereel.agents.replay import replay
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.data.rows import rows
+from tapereel.finetune import rows
 from tapereel.finetune.interchange.sets import turns_of, write_preference, write_sft
 from tapereel.tapes import Answer, ParseError, Sampling, Status, Tape, Task
 from tapereel.tapes.messages import text_of

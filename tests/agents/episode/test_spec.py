@@ -12,7 +12,7 @@ import pytest
 
 from tapereel.agents import EpisodeSpec, Limits, ScriptedEngine, rollout, rollout_group
 from tapereel.agents.episode.rollout import VersionMismatch
-from tapereel.agents.replay.branching import branch, continuation
+from tapereel.agents.replay import branch, continuation
 from tapereel.tapes import Sampling, Status, Tape, Task
 from tapereel.tapes.errors import BadArgument
 

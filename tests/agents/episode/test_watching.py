@@ -14,27 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-from tapereel.agents import LLM, EpisodeSpec, agent, rollout
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.agents.engines.scripted import ScriptedEngine
-from tapereel.agents.rendering.renderer import Renderer
-from tapereel.agents.replay.replayer import replay
+from tapereel.agents import LLM, EmbeddedEngine, EpisodeSpec, ScriptedEngine, agent, rollout
+from tapereel.agents.rendering import Renderer
+from tapereel.agents.replay import replay
 from tapereel.cli import main
 from tapereel.envs.checks.reexec import reexec
-from tapereel.finetune.data.rows import Row, rows
-from tapereel.finetune.data.stream import Episode
-from tapereel.finetune.interchange.formats import write
+from tapereel.finetune import Episode, OptimiserConfig, Row, Trainer, rows
+from tapereel.finetune.interchange import write
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.trainer import Trainer
-from tapereel.tapes import Answer, CauseType, Status, Tape, Video
+from tapereel.tapes import Answer, CauseType, Sampling, Status, Tape, Video
 from tapereel.tapes.common.run_async import run_async
 from tapereel.tapes.messages import frames_of, image_of, part_of, text_of
 from tapereel.tapes.pictures import pictures_of
-from tapereel.tapes.records import Sampling
 from tapereel.tapes.steps import Prompt
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import Store, verify
 from tapereel.tapes.view import RunView
 
 from ...finetune.trainer.seen import oracle, pretrained

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tapereel.agents import Completion
-from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents.rendering import Renderer
 from tapereel.tapes import Tape
 
 from ..families import tokenizer

@@ -12,13 +12,13 @@ from typing import Any
 
 import aiohttp
 
-from tapereel.agents import Capability, Completion, Request
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
+from tapereel.agents import Capability, Completion, EmbeddedEngine, Request
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.engines.embedded.tiny_model import tiny_model
 from tapereel.agents.gateway import Bounds, Control
-from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents.rendering import Renderer
 from tapereel.tapes import Sampling, Tape
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 WORDS = char_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789+-<>{}\"':,._/\n")
 RENDERER = Renderer(WORDS)

@@ -18,12 +18,11 @@ from openai import APIStatusError, AsyncOpenAI
 from PIL import Image
 
 from tapereel.agents import ScriptedEngine, rollout
-from tapereel.agents.engines.servers.litellm_engine import LiteLLMEngine
+from tapereel.agents.engines.servers import LiteLLMEngine
 from tapereel.agents.gateway import Endpoint, Program, gateway_session
-from tapereel.agents.replay.replayer import replay
+from tapereel.agents.replay import replay
 from tapereel.tapes import Picture, Status, Tape
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import Store, verify
 from tapereel.tapes.view import RunView
 
 from ...toy_envs import Echo

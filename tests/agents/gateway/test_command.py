@@ -18,7 +18,7 @@ import pytest
 
 from tapereel.cli import main
 from tapereel.tapes import Status
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from .lab import books_close
 

@@ -13,7 +13,7 @@ import pytest
 from tapereel.agents.gateway import Bounds, Control
 from tapereel.agents.gateway import gateway_control as control
 from tapereel.agents.gateway import gateway_server as server
-from tapereel.tapes.common.stats import REWARD_LIMIT
+from tapereel.tapes.common import REWARD_LIMIT
 
 from .lab import TOKEN, Told, books_close, served
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tapereel.cli import main
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 pytestmark = pytest.mark.docs
 

@@ -12,15 +12,15 @@ import jsonschema
 import numpy as np
 import pytest
 
-from tapereel.agents import rollout
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
-from tapereel.agents.engines.team_engine import TeamEngine
+from tapereel.agents import EmbeddedEngine, rollout
+from tapereel.agents.engines import TeamEngine
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.engines.embedded.tiny_model import tiny_model
 from tapereel.agents.gateway import Program, chat_protocol, messages_protocol, responses_protocol
-from tapereel.agents.rendering.renderer import Renderer
-from tapereel.agents.replay.replayer import replay
-from tapereel.finetune.data.rows import rows
-from tapereel.finetune.inspect.requery import requery_run
+from tapereel.agents.rendering import Renderer
+from tapereel.agents.replay import replay
+from tapereel.finetune import rows
+from tapereel.finetune.inspect import requery_run
 from tapereel.tapes import Sampling, Status, Tape
 from tapereel.tapes.common.text import warn_once
 from tapereel.tapes.records import Constraint

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from tapereel.agents.gateway import label_calls
-from tapereel.finetune.data.rows import rows
+from tapereel.finetune import rows
 from tapereel.tapes import Tape
 from tapereel.tapes.steps import Exchange
+from tapereel.tapes.store import Store, verify
 from tapereel.tapes.store.books import spent
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
 
 from .lab import Client, Told, books_close, served, until
 

@@ -17,7 +17,7 @@ import pytest
 from tapereel.agents import Completion, EngineError, Request, rollout
 from tapereel.agents.engines.embedded.tiny_model import tiny_model
 from tapereel.agents.gateway import Bounds, Program
-from tapereel.agents.replay.replayer import replay
+from tapereel.agents.replay import replay
 from tapereel.tapes import Sampling, Tape
 
 from ...toy_envs import Echo

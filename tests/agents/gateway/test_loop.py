@@ -12,10 +12,10 @@ import pytest
 from openai import AsyncOpenAI
 
 from tapereel.agents.gateway import Endpoint, Program
-from tapereel.agents.replay.replayer import replay
+from tapereel.agents.replay import replay
 from tapereel.envs import Environment, Outcome
 from tapereel.tapes import Answer, Text
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ...finetune.loop.lab import RENDERER, assert_books_close, run, settings_of
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
+from tapereel.agents import EmbeddedEngine
 from tapereel.agents.engines.embedded.tiny_model import tiny_model
 from tapereel.agents.gateway import Bounds
 from tapereel.tapes import Sampling, Tape

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapereel.agents.gateway import messages_protocol
-from tapereel.agents.gateway.dialect import THOUGHT, Answered, Refused
-from tapereel.finetune.data.rows import rows
+from tapereel.agents.gateway import Answered, Refused, messages_protocol
+from tapereel.agents.gateway.dialect import THOUGHT
+from tapereel.finetune import rows
 from tapereel.tapes import Sampling, Tape
 
 from .lab import Client, Told, books_close, served, until

@@ -16,7 +16,7 @@ from openai import APIStatusError, AsyncOpenAI
 
 from tapereel.agents import EngineError, Limits, rollout
 from tapereel.agents.gateway import Endpoint, Program
-from tapereel.agents.replay.replayer import replay
+from tapereel.agents.replay import replay
 from tapereel.tapes import Status, StoreFailed, Tape
 from tapereel.tapes.journal import Durability
 from tapereel.tapes.steps import Exchange

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapereel.agents.gateway import chat_protocol, messages_protocol, responses_protocol
+from tapereel.agents.gateway import Answered, Refused, chat_protocol, messages_protocol, responses_protocol
 from tapereel.agents.gateway.chat_protocol import token_logprobs
-from tapereel.agents.gateway.dialect import Answered, Refused
 from tapereel.tapes.common.plain_json import read_plain
 
 USER = {"role": "user", "content": "hi"}

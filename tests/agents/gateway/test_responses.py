@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from tapereel.agents.gateway import Answered, Refused
 from tapereel.agents.gateway import responses_protocol as responses
-from tapereel.agents.gateway.dialect import ANSWER, Answered, Refused
-from tapereel.finetune.data.rows import rows
+from tapereel.agents.gateway.dialect import ANSWER
+from tapereel.finetune import rows
 from tapereel.tapes import Sampling, Tape
 
 from .lab import Client, Told, books_close, served, until

@@ -14,13 +14,12 @@ import openai
 import pytest
 
 from tapereel.agents import EngineError, Limits, Request
-from tapereel.agents.engines.engine import EngineStopped
+from tapereel.agents.engines import EngineStopped
 from tapereel.agents.gateway import Bounds, Control
-from tapereel.finetune.data.rows import rows
+from tapereel.finetune import rows
 from tapereel.tapes import Sampling, Tape
 from tapereel.tapes.common.text import warn_once
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import Store, verify
 
 from .lab import RENDERER, TOKEN, Client, Served, Told, books_close, embedded, served, until
 

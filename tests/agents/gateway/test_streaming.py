@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapereel.agents.engines.engine import Completion
+from tapereel.agents import Completion
 from tapereel.agents.episode.stop_strings import cut_at_stop
 from tapereel.agents.gateway import chat_protocol
 from tapereel.agents.gateway.dialect import Asked
 from tapereel.agents.gateway.gateway_session import Live
-from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents.rendering import Renderer
 
 from ..families import FAMILIES, tokenizer
 from .lab import RENDERER

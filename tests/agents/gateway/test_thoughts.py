@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tapereel.agents import Completion
-from tapereel.agents.gateway import chat_protocol, messages_protocol, responses_protocol
-from tapereel.agents.gateway.dialect import THOUGHT, Answered
-from tapereel.agents.rendering.renderer import Renderer
-from tapereel.finetune.data.rows import rows
+from tapereel.agents.gateway import Answered, chat_protocol, messages_protocol, responses_protocol
+from tapereel.agents.gateway.dialect import THOUGHT
+from tapereel.agents.rendering import Renderer
+from tapereel.finetune import rows
 from tapereel.tapes import Sampling, Tape
 
 from ..families import tokenizer

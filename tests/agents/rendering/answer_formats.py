@@ -12,9 +12,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from tapereel.agents import CallsRead
+from tapereel.agents.rendering import FORMATS, HermesReader
 from tapereel.agents.rendering.response_reader import ResponseReader
-from tapereel.agents.rendering.response_templates import FORMATS
-from tapereel.agents.rendering.tool_calls import AnswerStream, CallReader, CallsRead, HermesReader
+from tapereel.agents.rendering.tool_calls import AnswerStream, CallReader
 
 from .real_strings import READ, TEMPLATES
 from .templates_table import page

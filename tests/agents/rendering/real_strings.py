@@ -25,7 +25,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tapereel.agents.rendering.renderer import Renderer, RenderError
+from tapereel.agents.rendering import Renderer
+from tapereel.agents.rendering.renderer import RenderError
 
 READ = Path(__file__).with_name("real_strings.json")
 TEMPLATES = {

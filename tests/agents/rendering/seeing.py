@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tapereel.agents.engines.embedded.tiny_model import ALPHABET
 from tapereel.agents.vision.vision import Expansion
-from tapereel.tapes.records import Message
+from tapereel.tapes import Message
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 QWEN = (TEMPLATES / "qwen2_vl.jinja").read_text()

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tapereel.agents.rendering.renderer import Renderer, RenderError, Track
+from tapereel.agents.rendering import Renderer, Track
+from tapereel.agents.rendering.renderer import RenderError
 
 from ..families import tokenizer
 

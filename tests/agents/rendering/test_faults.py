@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents.rendering import Renderer
 from tapereel.agents.rendering.template import EXAMPLE_TOOL
 from tapereel.agents.setup.engine_config import warn_of_faults
 from tapereel.tapes import Sampling

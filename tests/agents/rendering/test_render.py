@@ -12,19 +12,15 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 import tapereel as tr
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
-from tapereel.agents.rendering.renderer import (
-    Rendered,
-    Renderer,
-    RenderError,
-    Track,
-)
-from tapereel.agents.rendering.tool_calls import read_tool_calls
-from tapereel.finetune.data.rows import rows
-from tapereel.tapes import Answer, Tape
+from tapereel.agents import read_tool_calls
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.rendering import Rendered, Renderer, Track
+from tapereel.agents.rendering.renderer import RenderError
+from tapereel.finetune import rows
+from tapereel.tapes import Answer, Call, Status, Tape, TapereelError, Task
 from tapereel.tapes.arrays import ints
-from tapereel.tapes.errors import TapereelError, UsageError
-from tapereel.tapes.records import Begin, Call, End, Identity, Status, Task
+from tapereel.tapes.errors import UsageError
+from tapereel.tapes.records import Begin, End, Identity
 
 TOKENIZER = char_tokenizer()
 SYSTEM, USER, ASSISTANT, TOOL, END = 2, 3, 4, 5, 6

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
-from tapereel.agents.rendering.renderer import Renderer, RenderError, Track
-from tapereel.finetune.data.rows import rows
-from tapereel.tapes import Tape
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.rendering import Renderer, Track
+from tapereel.agents.rendering.renderer import RenderError
+from tapereel.finetune import rows
+from tapereel.tapes import Call, Status, Tape, Task
 from tapereel.tapes.errors import UsageError
-from tapereel.tapes.records import Begin, Call, End, Identity, Status, Task
+from tapereel.tapes.records import Begin, End, Identity
 
 from ..families import FAMILIES, tokenizer
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from tapereel.agents.rendering.renderer import Renderer, RenderError, Track
-from tapereel.tapes.records import Message
+from tapereel.agents.rendering import Renderer, Track
+from tapereel.agents.rendering.renderer import RenderError
+from tapereel.tapes import Message
 from tapereel.tapes.steps import PLACE
 
 from .seeing import QWEN, SMOL, SPECIAL, Pads, Tiles, image, say, tokenizer

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
-from tapereel.agents.rendering.renderer import Rendered, Renderer, Track
-from tapereel.finetune.data.rows import rows
-from tapereel.tapes import Tape
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.rendering import Rendered, Renderer, Track
+from tapereel.finetune import rows
+from tapereel.tapes import Call, Message, Status, Tape, Task
 from tapereel.tapes.arrays import ints
-from tapereel.tapes.records import Begin, Call, End, Identity, Message, Status, Task, Tools
+from tapereel.tapes.records import Begin, End, Identity, Tools
 
 from ..families import FAMILIES, tokenizer
 

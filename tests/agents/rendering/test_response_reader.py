@@ -12,11 +12,10 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapereel.agents.rendering import response_reader
-from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents.rendering import FORMATS, HermesReader, Renderer, response_reader
 from tapereel.agents.rendering.response_reader import ResponseReader, choose_reader
-from tapereel.agents.rendering.response_templates import FORMATS, Format
-from tapereel.agents.rendering.tool_calls import CallReader, HermesReader
+from tapereel.agents.rendering.response_templates import Format
+from tapereel.agents.rendering.tool_calls import CallReader
 from tapereel.tapes.errors import UsageError
 
 from ..families import tokenizer

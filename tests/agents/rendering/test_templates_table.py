@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents.rendering import Renderer
 
 from ..families import tokenizer
 from .templates_table import NAMES, PAGE, SCENARIOS, TOOL, calls, page, play, results, sampled, say, table

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapereel.agents import read_tool_calls
-from tapereel.agents.rendering import tool_calls
-from tapereel.agents.rendering.tool_calls import HermesReader
+from tapereel.agents.rendering import HermesReader, tool_calls
 
 from .answer_formats import begins
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
-from tapereel.agents.runs.runner import RunConfig, run
-from tapereel.agents.setup.engine_config import ScriptedConfig
+from tapereel.agents import RunConfig
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.runs import run
+from tapereel.agents.setup import ScriptedConfig
 from tapereel.cli import main
-from tapereel.envs.adapters.calculator import word_problems
+from tapereel.envs.adapters import word_problems
 
 from ...cli.lab import MICRO, SCENE, settings
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tapereel.agents import Agent, Request, ScriptedEngine, rollout
-from tapereel.agents.engines.team_engine import TeamEngine
-from tapereel.agents.replay.replayer import replay
+from tapereel.agents.engines import TeamEngine
+from tapereel.agents.replay import replay
 from tapereel.envs import Environment
 from tapereel.envs.checks.reexec import reexec
 from tapereel.envs.load_named import load_named

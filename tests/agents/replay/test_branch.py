@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 
 import tapereel as tr
 from tapereel.agents import EpisodeSpec, ScriptedEngine, rollout
-from tapereel.agents.replay.branching import PrefixUnverified, branch, continuation
+from tapereel.agents.replay import branch, continuation
+from tapereel.agents.replay.branching import PrefixUnverified
 from tapereel.cli import main
 from tapereel.envs import Outcome
 from tapereel.tapes import Answer, Status, Tape, Task, Text
 from tapereel.tapes.audit.compare import diff_tapes
 from tapereel.tapes.common.stats import number
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ...cli.lab import answer_of, refusal_of, settings
 from .worlds import RENDERER, WORLDS, Counting, Speaker, Unequal, record, word

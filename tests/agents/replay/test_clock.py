@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tapereel.agents import LLM, Agent, ScriptedEngine, rollout
-from tapereel.agents.replay.replayer import replay
+from tapereel.agents.replay import replay
 from tapereel.tapes import Answer, Reasoning, Tape
-from tapereel.tapes.audit.verdict import Likely
+from tapereel.tapes.audit import Likely
 
 from .worlds import Counting, Given, record
 

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from tapereel.agents import LLM, Agent, ChatAgent, delegate
-from tapereel.agents.engines.embedded.tiny_model import CHAT_TEMPLATE, char_tokenizer
-from tapereel.agents.rendering.renderer import Renderer
-from tapereel.agents.replay.replayer import replay
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.engines.embedded.tiny_model import CHAT_TEMPLATE
+from tapereel.agents.rendering import Renderer
+from tapereel.agents.replay import replay
 from tapereel.envs.checks.reexec import reexec
 from tapereel.tapes import Answer, ParseError, Reasoning, Tape, ToolCalls
-from tapereel.tapes.audit.verdict import Divergence, Likely
+from tapereel.tapes.audit import Likely
+from tapereel.tapes.audit.verdict import Divergence
 
 from .worlds import RENDERER, TOOLS, Counting, Debate, Speaker, Thinker, parse_short, record
 

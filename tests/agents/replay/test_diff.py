@@ -13,7 +13,7 @@ from tapereel.agents import ScriptedEngine, rollout
 from tapereel.cli import main
 from tapereel.tapes import Tape, Task
 from tapereel.tapes.audit.compare import diff_runs, diff_tapes
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 from tapereel.tapes.store.summary import attempts_of
 
 from ...cli.lab import EXAMPLE, SCENE, answer_of, refusal_of, settings

@@ -10,12 +10,13 @@ import pytest
 
 from tapereel.agents import ScriptedEngine, rollout
 from tapereel.agents.setup.recorded_setup import recorded_agent
-from tapereel.envs.adapters.calculator import Calculator, word_problems
+from tapereel.envs import Calculator
+from tapereel.envs.adapters import word_problems
 from tapereel.envs.checks.reexec import reexec_run
 from tapereel.finetune.run.demo_scene import calculator_agent
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.records import Identity
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 CHAT = "tapereel.agents.episode.chat:ChatAgent"
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tapereel.agents import Diverged, EpisodeSpec, ReplayEngine, rollout
-from tapereel.finetune.trainer.checkpoint import copied_weights, weights_digest
+from tapereel.agents.engines.embedded import weights_digest
+from tapereel.finetune.trainer import copied_weights
 from tapereel.tapes import Answer, Tape
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ...finetune.loop.lab import RENDERER, Letters, Speaker, model, run, settings_of
 

@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 import pytest
 
 from tapereel.agents import LLM, EpisodeSpec, Limits, ScriptedEngine, agent, rollout
-from tapereel.agents.replay.replayer import replay
+from tapereel.agents.replay import replay
 from tapereel.envs import Environment, Outcome
 from tapereel.envs.checks.reexec import reexec
 from tapereel.tapes import Answer, Observation, Tape
-from tapereel.tapes.audit.verdict import Difference, Likely, Verdict, Verdicts, clipped, differences, verified
+from tapereel.tapes.audit import Likely, Verdict, Verdicts, verified
+from tapereel.tapes.audit.verdict import Difference, clipped, differences
 
 from .worlds import WORLDS, Breaks, Counting, Speaker, record
 

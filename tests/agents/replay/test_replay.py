@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tapereel.agents import LLM
-from tapereel.agents.replay.replayer import replay
-from tapereel.tapes import Answer, Tape
-from tapereel.tapes.audit.verdict import Verdict
-from tapereel.tapes.records import Cause, CauseType, End, Status
+from tapereel.agents.replay import replay
+from tapereel.tapes import Answer, Cause, CauseType, Status, Tape
+from tapereel.tapes.audit import Verdict
+from tapereel.tapes.records import End
 
 from . import worlds
 from .worlds import RENDERER, WORLDS, record, run_shuffled

@@ -14,7 +14,7 @@ import pytest
 
 from tapereel.cli import main
 from tapereel.tapes.records import Reward
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ...cli.lab import answer_of, refusal_of
 from .conftest import DEMO, THOUSAND

@@ -22,8 +22,8 @@ from tapereel.agents import (
     delegate,
     rollout,
 )
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
-from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.rendering import Renderer
 from tapereel.envs import Environment, Outcome
 from tapereel.tapes import Answer, Reasoning, Sampling, Tape, Task, Text, ToolCalls
 

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from tapereel.agents import Completion, EngineError, EpisodeSpec, Request, ScriptedEngine, rollout
-from tapereel.agents.runs.judge import CHARACTERS, Judge, judge_reward, pairwise_reward
+from tapereel.agents.runs import Judge, judge_reward
+from tapereel.agents.runs.judge import CHARACTERS, pairwise_reward
 from tapereel.envs import Rewards
-from tapereel.envs.rewards.relative import compared, layer_of, training_reward
+from tapereel.envs.rewards import layer_of, training_reward
+from tapereel.envs.rewards.relative import compared
 from tapereel.tapes import Sampling, Tape, Task
 
 from ...envs.scored import Asks, speaker

@@ -13,14 +13,15 @@ from PIL import Image
 
 from tapereel.agents import LLM, Agent, EpisodeSpec, Request, ScriptedEngine, rollout
 from tapereel.agents.gateway import Endpoint, Program
-from tapereel.agents.runs.judge import judge_reward, pairwise_reward
+from tapereel.agents.runs import judge_reward
+from tapereel.agents.runs.judge import pairwise_reward
 from tapereel.envs.checks.rescore import rescore
 from tapereel.envs.rewards import Rewards, RewardSource
 from tapereel.tapes import Answer, Tape
 from tapereel.tapes.messages import image_parts, part_of
 from tapereel.tapes.pictures import pictures_of
 from tapereel.tapes.steps import content_parts
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ...toy_envs import Echo
 from ..gateway.test_asked_pictures import turns

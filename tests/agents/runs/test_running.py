@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.agents.engines.embedded.embedded_server import EngineServer
-from tapereel.agents.engines.engine import Engine, Request
+from tapereel.agents import EmbeddedEngine, Engine, Request
+from tapereel.agents.engines.embedded import EngineServer
 from tapereel.agents.engines.servers.connect import connect
 from tapereel.cli import main
 from tapereel.envs.load_named import load_named
 from tapereel.finetune.loop.metrics import performance_line
 from tapereel.tapes import Sampling
-from tapereel.tapes.store.run_directory import read_metrics
+from tapereel.tapes.store import read_metrics
 
 from ...cli.lab import MICRO, SCENE, learned_nothing, settings
 from ...cli.world import EXAMPLE

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tapereel.agents.engines.embedded.pretrained import load_pretrained
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
-from tapereel.agents.setup.engine_config import RendererConfig
+from tapereel.agents.engines.embedded import char_tokenizer, load_pretrained
+from tapereel.agents.engines.embedded.tiny_model import tiny_model
+from tapereel.agents.setup import RendererConfig
 
 
 def test_end_tokens_also_come_from_the_models_generation_config(tmp_path: Path) -> None:

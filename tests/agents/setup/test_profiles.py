@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 import tapereel as tr
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
-from tapereel.agents.runs.runner import RunConfig
-from tapereel.agents.setup import profiles
+from tapereel.agents import RunConfig
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.engines.embedded.tiny_model import tiny_model
+from tapereel.agents.setup import profiles, shape_of
 from tapereel.agents.setup.profiles import fitted as fitted_run
-from tapereel.agents.setup.profiles import shape_of
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.trainer.options import fitted
-from tapereel.tapes.common.config import dump_config, load_config
-from tapereel.tapes.store.run_directory import read_metrics
+from tapereel.finetune import TrainConfig
+from tapereel.finetune.trainer import fitted
+from tapereel.tapes.common import dump_config, load_config
+from tapereel.tapes.store import read_metrics
 
 from ...finetune.run.test_experts import SETTINGS, Counted, mixture
 

@@ -9,12 +9,11 @@ import pytest
 
 import tapereel as tr
 from tapereel.agents import ChatAgent
-from tapereel.envs.adapters.gym import GymEnvironment
+from tapereel.envs import GymEnvironment
+from tapereel.envs.adapters import ToolEnvironment
 from tapereel.envs.adapters.lamps import Lamps
-from tapereel.envs.adapters.tools import ToolEnvironment
-from tapereel.envs.remote import Pool, RemoteEnvironment
-from tapereel.envs.remote.declared import Declared
-from tapereel.finetune.api.public import save_tiny_model
+from tapereel.envs.remote import Declared, Pool, RemoteEnvironment
+from tapereel.finetune.api import save_tiny_model
 from tapereel.tapes import Answer, Picture, Task, ToolCalls, Video
 from tapereel.tapes.errors import UsageError
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tapereel.agents.engines.embedded.pretrained import load_tokenizer
+from tapereel.agents.engines.embedded import load_tokenizer
+from tapereel.agents.vision import save_tiny_vision
 from tapereel.agents.vision.families import FAMILIES
-from tapereel.agents.vision.tiny_vision import save_tiny_vision
 from tapereel.tapes.places import Place
 
 LIMITS = [(1, 1), (1, 200), (200, 1), (20, 4000), (4096, 21)]

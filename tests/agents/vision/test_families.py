@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tapereel.agents.engines.embedded.pretrained import Pretrained, load_pretrained
-from tapereel.agents.vision.tiny_vision import save_tiny_vision
+from tapereel.agents.engines.embedded import Pretrained, load_pretrained
+from tapereel.agents.vision import save_tiny_vision
 from tapereel.agents.vision.vision import body_inputs
 from tapereel.tapes.places import Place
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tapereel.agents.engines.embedded.pretrained import Pretrained, load_pretrained
-from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
-from tapereel.agents.setup.profiles import shape_of
-from tapereel.agents.vision.families import UnsupportedVision, family_of, prove_vision
-from tapereel.agents.vision.tiny_vision import save_tiny_vision
-from tapereel.finetune.trainer.checkpoint import save_checkpoint
+from tapereel.agents.engines.embedded import Pretrained, load_pretrained
+from tapereel.agents.engines.weights import AdapterConfig, add_adapters
+from tapereel.agents.setup import shape_of
+from tapereel.agents.vision import UnsupportedVision, save_tiny_vision
+from tapereel.agents.vision.families import family_of, prove_vision
+from tapereel.finetune.trainer import save_checkpoint
 from tapereel.tapes.errors import UsageError
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm")

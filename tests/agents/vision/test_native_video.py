@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from tapereel.agents.engines.embedded.pretrained import Pretrained, load_pretrained
-from tapereel.agents.engines.engine import EngineError, Request
-from tapereel.agents.engines.servers.vllm import Generate
-from tapereel.agents.rendering.renderer import Renderer, RenderError
-from tapereel.agents.setup.engine_config import EmbeddedConfig, RendererConfig, ServerConfig, check_models
-from tapereel.agents.vision.tiny_vision import save_tiny_vision
+from tapereel.agents import EngineError, Request
+from tapereel.agents.engines.embedded import Pretrained, load_pretrained
+from tapereel.agents.engines.servers import Generate
+from tapereel.agents.rendering import Renderer
+from tapereel.agents.rendering.renderer import RenderError
+from tapereel.agents.setup import EmbeddedConfig, RendererConfig, ServerConfig
+from tapereel.agents.setup.engine_config import check_models
+from tapereel.agents.vision import UnsupportedVision, save_tiny_vision
 from tapereel.agents.vision.video import READERS, NativeVideo
-from tapereel.agents.vision.vision import Expansion, UnsupportedVision
-from tapereel.tapes.errors import MissingExtra
+from tapereel.agents.vision.vision import Expansion
+from tapereel.tapes import Message, MissingExtra, Sampling
 from tapereel.tapes.places import Place
-from tapereel.tapes.records import Message, Sampling
 
 SETTINGS = SimpleNamespace(merge_size=2, temporal_patch_size=2)
 """What tokens and positions read of a video processor."""

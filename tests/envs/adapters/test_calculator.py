@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tapereel.envs import BadTasks, Calculator, calculator_tasks, overlap, reasoning_scorer, reasoning_tasks
+from tapereel.envs.adapters import word_problems
 from tapereel.envs.adapters.calculator import (
     WORDS,
     Calculate,
@@ -22,7 +23,6 @@ from tapereel.envs.adapters.calculator import (
     calculate,
     demonstrate,
     read_action,
-    word_problems,
 )
 from tapereel.envs.adapters.reasoning import _score
 from tapereel.tapes import MissingExtra, Status, Task

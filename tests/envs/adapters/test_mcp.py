@@ -21,8 +21,8 @@ import pytest
 
 from tapereel.agents import ChatAgent, ScriptedEngine, rollout
 from tapereel.envs import Outcome
-from tapereel.envs.adapters.mcp import McpServer
-from tapereel.envs.adapters.tools import Tool, ToolEnvironment, ToolFailed, ToolsLost
+from tapereel.envs.adapters import McpServer, ToolEnvironment, ToolFailed
+from tapereel.envs.adapters.tools import Tool, ToolsLost
 from tapereel.tapes import Answer, CauseType, MissingExtra, Picture, Status, Tape, Task, ToolCalls, ToolResults
 from tapereel.tapes.errors import BadArgument
 

@@ -22,11 +22,10 @@ from typing import Any
 import pytest
 
 from tapereel.agents import ChatAgent, ScriptedEngine, rollout
+from tapereel.envs.adapters import Sandbox, ToolEnvironment, ToolFailed, sandbox_backends
 from tapereel.envs.adapters import sandbox as sandbox_module
-from tapereel.envs.adapters import sandbox_backends
-from tapereel.envs.adapters.sandbox import NoSandbox, Ran, Sandbox
+from tapereel.envs.adapters.sandbox import NoSandbox, Ran
 from tapereel.envs.adapters.sandbox_backends import Bounds, LocalBackend
-from tapereel.envs.adapters.tools import ToolEnvironment, ToolFailed
 from tapereel.tapes import Answer, CauseType, Status, Task, ToolCalls, ToolOffer, ToolResults
 
 from ...attack import plain_user

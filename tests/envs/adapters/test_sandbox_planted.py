@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from tapereel.envs.adapters import sandbox_backends
-from tapereel.envs.adapters.sandbox import LONGEST_WORD, Ran, Sandbox
-from tapereel.envs.adapters.tools import ToolFailed
+from tapereel.envs.adapters import Sandbox, ToolFailed, sandbox_backends
+from tapereel.envs.adapters.sandbox import LONGEST_WORD, Ran
 
 from .test_sandbox import MODES, SMALL, interpreter, within
 

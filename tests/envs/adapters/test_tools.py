@@ -23,15 +23,8 @@ from pydantic import BaseModel, Field
 
 from tapereel.agents import ChatAgent, Limits, ReplayEngine, Request, ScriptedEngine, rollout
 from tapereel.envs import Outcome, check_env
-from tapereel.envs.adapters.tools import (
-    Tool,
-    ToolEnvironment,
-    ToolFailed,
-    ToolsLost,
-    cut,
-    tool,
-    worst,
-)
+from tapereel.envs.adapters import ToolEnvironment, ToolFailed
+from tapereel.envs.adapters.tools import Tool, ToolsLost, cut, tool, worst
 from tapereel.envs.checks.reexec import reexec
 from tapereel.tapes import (
     Answer,

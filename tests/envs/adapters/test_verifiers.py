@@ -11,10 +11,10 @@ import pytest
 
 from tapereel.agents import ChatAgent, Completion, Request, ScriptedEngine, rollout
 from tapereel.envs import Outcome
-from tapereel.envs.adapters.tools import ToolEnvironment
+from tapereel.envs.adapters import ToolEnvironment
 from tapereel.envs.adapters.verifiers import VerifiersEnvironment, _messages, verifiers_tasks
-from tapereel.tapes import Answer, ToolCalls
-from tapereel.tapes.errors import BadArgument, MissingExtra
+from tapereel.tapes import Answer, MissingExtra, ToolCalls
+from tapereel.tapes.errors import BadArgument
 
 
 @pytest.mark.parametrize("use", [VerifiersEnvironment, verifiers_tasks])

@@ -21,12 +21,13 @@ from tapereel.envs import (
     Finding,
     Outcome,
     Report,
+    Stall,
     check_env,
 )
-from tapereel.envs.adapters.calculator import Problem, demonstrate, read_action, word_problems
+from tapereel.envs.adapters import word_problems
+from tapereel.envs.adapters.calculator import Problem, demonstrate, read_action
 from tapereel.envs.checks.check_env import CHECKS
 from tapereel.envs.checks.env_probe import Probe
-from tapereel.envs.loop_watch import Stall
 from tapereel.tapes import Action, Observation, Tape
 from tapereel.tapes.errors import UsageError
 

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.replay.replayer import replay
+from tapereel.agents.replay import replay
 from tapereel.envs import Environment, RestoreMismatch, Rewards, RewardSource, check_env
 from tapereel.envs.checks.reexec import reexec
 from tapereel.envs.remote import (
+    PROTOCOL,
+    ROUTE,
     Declared,
     Refused,
     RemoteEnvironment,
@@ -28,11 +30,9 @@ from tapereel.envs.remote import (
     WrongEnvironment,
 )
 from tapereel.envs.remote.channel import Channel
-from tapereel.envs.remote.env_protocol import PROTOCOL, ROUTE
-from tapereel.tapes import CauseType, Status, Tape
-from tapereel.tapes.common.access_token import token_for
-from tapereel.tapes.steps import Answer
-from tapereel.tapes.store.store import Store
+from tapereel.tapes import Answer, CauseType, Status, Tape
+from tapereel.tapes.common import token_for
+from tapereel.tapes.store import Store
 
 from . import spelling
 from .process import Served

@@ -14,8 +14,8 @@ import pytest
 from aiohttp import web
 
 from tapereel.agents import Agent
-from tapereel.envs.remote import Declared, OpenEnvAction, OpenEnvironment, RemoteEnvironment
-from tapereel.envs.remote.env_protocol import PROTOCOL, Welcome
+from tapereel.envs.remote import PROTOCOL, Declared, OpenEnvAction, OpenEnvironment, RemoteEnvironment
+from tapereel.envs.remote.env_protocol import Welcome
 from tapereel.tapes import CauseType, Observation, Status, Tape
 
 from .worlds import GuessNumber, play, until

@@ -10,7 +10,7 @@ import pytest
 
 from tapereel.envs.remote import RemoteEnvironment
 from tapereel.tapes import CauseType, Status
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ...finetune.loop import lab
 from . import spelling

@@ -11,19 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tapereel.envs import Calculator, Environment, GymEnvironment, Outcome
-from tapereel.envs.remote import BadAnswer, Declared, RemoteFault, WrongEnvironment
-from tapereel.envs.remote.env_protocol import (
-    PROTOCOL,
-    Item,
-    RandomState,
-    Result,
-    StepCall,
-    read_answer,
-    read_call,
-    read_welcome,
-)
+from tapereel.envs.remote import PROTOCOL, BadAnswer, Declared, Item, RemoteFault, WrongEnvironment, read_call
+from tapereel.envs.remote.env_protocol import RandomState, Result, StepCall, read_answer, read_welcome
 from tapereel.tapes import Action, Answer, Text
-from tapereel.tapes.common.stats import REWARD_LIMIT
+from tapereel.tapes.common import REWARD_LIMIT
 from tapereel.tapes.errors import BadArgument
 
 from .worlds import Deeds, Give, Guess, GuessNumber, Hint, Secret, Telling, making

@@ -13,13 +13,10 @@ import pytest
 from tapereel.agents import EpisodeSpec, ScriptedEngine, rollout
 from tapereel.envs.checks.reexec import reexec
 from tapereel.envs.load_named import load_named
-from tapereel.envs.remote import Declared, Pool, RemoteEnvironment, Service
-from tapereel.envs.remote.env_protocol import Item
-from tapereel.envs.remote.remote_errors import BadAnswer
+from tapereel.envs.remote import BadAnswer, Declared, Item, Pool, RemoteEnvironment, Service
 from tapereel.tapes import CauseType, Picture, Status, Tape, Video
 from tapereel.tapes.pictures import pictures_of
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import Store, verify
 
 from ...agents.episode.test_seeing import Player
 from ...agents.picture_worlds import Cinema, Corners, Filmed, Seen, square

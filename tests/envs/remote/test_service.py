@@ -10,20 +10,19 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tapereel.envs.remote import Busy, RemoteEnvironment, Service, ServiceLimits, SessionLost
-from tapereel.envs.remote.env_protocol import (
+from tapereel.envs.remote import (
     PROTOCOL,
     ROUTE,
-    SESSION,
-    Fault,
+    Busy,
     Item,
+    RemoteEnvironment,
     ResetCall,
-    StepCall,
-    read_answer,
-    read_welcome,
+    Service,
+    ServiceLimits,
+    SessionLost,
 )
-from tapereel.tapes import Status
-from tapereel.tapes.records import Task
+from tapereel.envs.remote.env_protocol import SESSION, Fault, StepCall, read_answer, read_welcome
+from tapereel.tapes import Status, Task
 
 from .worlds import Guess, GuessNumber, Waiting, Wire, bearer, play, until
 

@@ -13,9 +13,9 @@ from typing import Any, Literal
 from tapereel.agents import EpisodeSpec, ScriptedEngine, agent, rollout
 from tapereel.envs import Environment, Outcome
 from tapereel.envs.remote import Service
-from tapereel.tapes import Action, Observation, Tape
-from tapereel.tapes.common.access_token import private_file, token_for, token_path
-from tapereel.tapes.records import Status
+from tapereel.tapes import Action, Observation, Status, Tape
+from tapereel.tapes.common import token_for
+from tapereel.tapes.common.access_token import private_file, token_path
 
 SIMULATOR = f"{Path(__file__).with_name('simulator.py')}:Simulator"
 """As a process of a pool finds it."""

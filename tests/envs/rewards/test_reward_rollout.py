@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import ScriptedEngine, rollout_group
-from tapereel.agents.runs.runner import RunConfig, run
-from tapereel.agents.setup.engine_config import ScriptedConfig
+from tapereel.agents import RunConfig, ScriptedEngine, rollout_group
+from tapereel.agents.runs import run
+from tapereel.agents.setup import ScriptedConfig
 from tapereel.envs import Outcome, Rewards, RewardSource
 from tapereel.envs.checks.reexec import reexec
 from tapereel.envs.checks.rescore import rescore
-from tapereel.envs.rewards import GROUP_LAYER, Scored, load_rewards, rewarded
-from tapereel.envs.rewards.relative import best_of, compared, layer_of, ranked, training_reward
+from tapereel.envs.rewards import GROUP_LAYER, Scored, layer_of, load_rewards, rewarded, training_reward
+from tapereel.envs.rewards.relative import best_of, compared, ranked
 from tapereel.finetune.interchange import NothingToExport, write
 from tapereel.tapes import CauseType, Status, Tape, Task
-from tapereel.tapes.audit.auditor import audit_run
+from tapereel.tapes.audit import audit_run
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.records import Reward, total_reward
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ..scored import SPEAKER, Asks, said, scores, tapes
 

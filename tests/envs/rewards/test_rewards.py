@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tapereel.envs import Outcome, RewardFailed, Rewards, RewardSource
-from tapereel.envs.rewards.sources import Scored
-from tapereel.tapes import Answer, Status, Step, Tape, Text
-from tapereel.tapes.common.stats import REWARD_LIMIT
-from tapereel.tapes.records import Begin, End, Identity, Parent, Reward, StepRecord, Task
+from tapereel.envs.rewards import Scored
+from tapereel.tapes import Answer, Status, Step, Tape, Task, Text
+from tapereel.tapes.common import REWARD_LIMIT
+from tapereel.tapes.records import Begin, End, Identity, Parent, Reward, StepRecord
 from tapereel.tapes.schema import parse_record
 from tapereel.tapes.steps import role_of
 

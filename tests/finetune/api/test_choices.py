@@ -19,11 +19,11 @@ import torch
 from datasets import Dataset
 
 import tapereel as tr
-from tapereel.finetune.data.rows import rows
+from tapereel.finetune import rows
 from tapereel.finetune.trainer.micro_batches import _Batches
-from tapereel.tapes.common.config import ConfigError
+from tapereel.tapes.common import ConfigError
 from tapereel.tapes.errors import UsageError
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 
 class Say(tr.Environment):

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tapereel.finetune import Stream, Trainer
 from tapereel.finetune.data.answers import reflections, repeated
-from tapereel.finetune.data.stream import Stream
 from tapereel.finetune.objective import Context
 from tapereel.finetune.objective.loss import prepare_batches
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.trainer import Trainer
 
 from ..build import batch, episode, row, tiny_model
 

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tapereel.finetune.data.stream import Stream
+from tapereel.finetune import Stream, Trainer
 from tapereel.finetune.objective import Context
 from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.trainer import Trainer
 
 from ..build import episode, exact, ledger, row, tiny_model
 

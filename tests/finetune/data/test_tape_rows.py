@@ -13,27 +13,13 @@ import numpy as np
 import pytest
 
 from tapereel.agents import EpisodeSpec, ScriptedEngine, rollout
-from tapereel.finetune.data.provenance import episode_of, weighed
-from tapereel.finetune.data.rows import Row, rows
-from tapereel.finetune.data.stream import Stream
+from tapereel.finetune import Row, Stream, Trainer, episode_of, rows
+from tapereel.finetune.data.provenance import weighed
 from tapereel.finetune.loop.staleness import drop_stale
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.trainer import Trainer
-from tapereel.tapes import Answer, NotATape, Sampling, Tape, Text
+from tapereel.tapes import Answer, Call, Cause, CauseType, NotATape, Sampling, Status, Tape, Task, Text
 from tapereel.tapes.messages import ENV
-from tapereel.tapes.records import (
-    Begin,
-    Call,
-    Cause,
-    CauseType,
-    End,
-    Identity,
-    Label,
-    Reward,
-    Status,
-    Task,
-    Tokens,
-)
+from tapereel.tapes.records import Begin, End, Identity, Label, Reward, Tokens
 from tapereel.tapes.tape import step_record
 
 from ..build import ledger

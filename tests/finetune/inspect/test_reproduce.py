@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from tapereel.agents.engines.embedded.pretrained import load_pretrained, weights_digest
+from tapereel.agents.engines.embedded import load_pretrained, weights_digest
 from tapereel.envs import Outcome
 from tapereel.finetune.inspect.reproducer import Reproduction, retrace
 from tapereel.finetune.loop.history import SUMS, TURNS
-from tapereel.finetune.trainer.checkpoint import Checkpoint, checkpoints, prune, save_checkpoint
+from tapereel.finetune.trainer import checkpoints, save_checkpoint
+from tapereel.finetune.trainer.checkpoint import Checkpoint, prune
 from tapereel.tapes import Answer
 from tapereel.tapes.arrays import decode, encode
 from tapereel.tapes.records import Use
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ..loop.lab import WORDS, Letters, history_in, model, run, settings_of, tasks
 from ..loop.rewrite import repin, rewrite

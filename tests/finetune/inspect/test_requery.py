@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from tapereel.agents import RunConfig
 from tapereel.agents.engines.embedded.tiny_model import tiny_model
-from tapereel.agents.runs.runner import RunConfig
-from tapereel.agents.runs.runner import run as sample
+from tapereel.agents.runs import run as sample
 from tapereel.cli import main
-from tapereel.finetune.inspect.requery import compared, requery_run
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.run.train_run import train
-from tapereel.tapes.audit.verdict import Verdicts
+from tapereel.finetune import TrainConfig
+from tapereel.finetune.inspect import requery_run
+from tapereel.finetune.inspect.requery import compared
+from tapereel.finetune.run import train
+from tapereel.tapes.audit import Verdicts
 
 from ..loop.lab import WORDS, EverySecond, Speaker
 

@@ -19,7 +19,7 @@ from tapereel.finetune.interchange import FORMATS, NothingToExport, read, write
 from tapereel.tapes import Answer, Picture, Tape, Text
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.records import Usage
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ...agents.episode.test_seeing import Player
 from ...agents.picture_worlds import TURNS, Corners

@@ -9,9 +9,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
+from tapereel.agents.engines.embedded import char_tokenizer
 from tapereel.agents.engines.embedded.tiny_model import tiny_model as chat_model
-from tapereel.finetune.trainer.checkpoint import save_checkpoint
+from tapereel.finetune.trainer import save_checkpoint
 
 from ..build import tiny_model
 

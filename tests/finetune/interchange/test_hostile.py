@@ -10,10 +10,9 @@ import pytest
 
 from tapereel.cli import main
 from tapereel.cli.console import Exit
-from tapereel.finetune.interchange import read
+from tapereel.finetune.interchange import BadImport, read
 from tapereel.finetune.interchange.formats import IMPORTS
-from tapereel.finetune.interchange.record_files import BadImport
-from tapereel.tapes.common.stats import REWARD_LIMIT
+from tapereel.tapes.common import REWARD_LIMIT
 from tapereel.tapes.errors import UsageError
 
 ASKED = {"role": "user", "content": "?"}

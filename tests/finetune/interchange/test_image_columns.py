@@ -12,10 +12,10 @@ from datasets import Dataset, Image, List, load_from_disk
 
 import tapereel as tr
 from tapereel.cli import main
-from tapereel.finetune.interchange.rl_columns import rl_features
-from tapereel.finetune.interchange.rl_dataset import BadBatch, collate
+from tapereel.finetune import collate, rl_features
+from tapereel.finetune.data import BadBatch
 from tapereel.tapes import Picture
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ...agents.episode.test_seeing_tokens import played
 from ...agents.picture_worlds import TURNS, Gallery, corner_of, square

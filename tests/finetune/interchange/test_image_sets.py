@@ -18,10 +18,9 @@ from tapereel.agents import EpisodeSpec, ScriptedEngine, rollout
 from tapereel.cli import main
 from tapereel.envs import Taskset
 from tapereel.envs.taskset import standard_row
-from tapereel.finetune.interchange.formats import read, write
-from tapereel.finetune.interchange.record_files import BadImport
+from tapereel.finetune.interchange import BadImport, read, write
 from tapereel.tapes import Picture
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ...agents.episode.test_seeing import Player
 from ...agents.picture_worlds import TURNS, Corners, Gallery, corner_of

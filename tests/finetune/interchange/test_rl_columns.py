@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tapereel as tr
-from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents.rendering import Renderer
 from tapereel.cli import main
 from tapereel.finetune import (
     RLConfig,

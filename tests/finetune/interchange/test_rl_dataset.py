@@ -14,24 +14,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tapereel.finetune.data.stream import BadBatch
-from tapereel.finetune.interchange.rl_columns import prepare_rl_fields, span_labels, to_dataset
-from tapereel.finetune.interchange.rl_dataset import (
-    LossNotFinite,
+from tapereel.finetune import (
+    OptimiserConfig,
     RLConfig,
+    Trainer,
     collate,
     fill_ref_logprobs,
     populate_rl_data,
+    prepare_rl_fields,
     rl_step,
+    to_dataset,
     update_rewards_and_advantages,
 )
+from tapereel.finetune.data import BadBatch
+from tapereel.finetune.interchange.rl_columns import span_labels
+from tapereel.finetune.interchange.rl_dataset import LossNotFinite
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.logprobs import score
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.trainer import Trainer
-from tapereel.tapes.common.stats import REWARD_LIMIT
+from tapereel.finetune.trainer import score
+from tapereel.tapes import CauseType, Status
+from tapereel.tapes.common import REWARD_LIMIT
 from tapereel.tapes.errors import UsageError
-from tapereel.tapes.records import CauseType, Status
 
 from ...oracles import dataset_step as oracle
 from ..build import batch, episode, gradient, ledger, row, tiny_model

@@ -12,14 +12,11 @@ from datasets import Dataset
 
 from tapereel.cli import main
 from tapereel.cli.console import Exit
-from tapereel.finetune.interchange import FORMATS, read, write
+from tapereel.finetune.interchange import FORMATS, BadImport, read, write
 from tapereel.finetune.interchange.formats import IMPORTS
-from tapereel.finetune.interchange.record_files import BadImport
-from tapereel.tapes import ToolCalls
+from tapereel.tapes import ToolCalls, ToolResults
 from tapereel.tapes.errors import UsageError
-from tapereel.tapes.steps import ToolResults
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import Store, verify
 
 from .world import lines, record, tapes_of
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from tapereel.finetune.data.stream import BadBatch
+from tapereel.finetune import RLConfig, Trainer, collate, populate_rl_data, rl_step
+from tapereel.finetune.data import BadBatch
 from tapereel.finetune.interchange.rl_columns import row_rewards
-from tapereel.finetune.interchange.rl_dataset import RLConfig, collate, populate_rl_data, rl_step
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.trainer import Trainer
 
 from ..build import episode, row, tiny_model
 from .test_rl_dataset import made

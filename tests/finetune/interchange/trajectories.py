@@ -10,9 +10,9 @@ from typing import Any
 
 from tapereel.agents import ChatAgent, EpisodeSpec, Limits, ScriptedEngine, rollout
 from tapereel.agents.gateway import Program
-from tapereel.agents.replay.branching import branch, continuation
+from tapereel.agents.replay import branch, continuation
 from tapereel.envs import Environment, Outcome
-from tapereel.envs.adapters.tools import ToolEnvironment
+from tapereel.envs.adapters import ToolEnvironment
 from tapereel.tapes import Answer, Tape, Task, Text, ToolCalls
 
 from ...agents.episode.test_seeing import Player

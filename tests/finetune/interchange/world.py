@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tapereel.agents import ChatAgent, Completion, EpisodeSpec, Request, ScriptedEngine, rollout
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.envs.adapters.trl import TRLEnvironment, trl_row
+from tapereel.agents import ChatAgent, Completion, EmbeddedEngine, EpisodeSpec, Request, ScriptedEngine, rollout
+from tapereel.envs.adapters import TRLEnvironment, trl_row
 from tapereel.tapes import Answer, Sampling, Tape, Task, ToolCalls
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ..loop.lab import RENDERER, Letters, Speaker, model
 

@@ -16,23 +16,19 @@ from typing import Any
 
 import torch
 
-from tapereel.agents import LLM, Agent, Limits
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
-from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents import LLM, Agent, EmbeddedEngine, Limits
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.engines.embedded.tiny_model import tiny_model
+from tapereel.agents.rendering import Renderer
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.loop.history import History
-from tapereel.finetune.loop.learner import Learner
-from tapereel.finetune.loop.loop import Loop, UpdateReport
-from tapereel.finetune.loop.loop_config import LoopConfig
-from tapereel.finetune.loop.policy import Policy
+from tapereel.finetune import History, Loop, LoopConfig, OptimiserConfig, Trainer
+from tapereel.finetune.loop import Learner, Policy
+from tapereel.finetune.loop.loop import UpdateReport
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.distributed import MakeTrainer, Processes
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.ranks import Ranks
-from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.finetune.trainer import Processes, Ranks
+from tapereel.finetune.trainer.distributed import MakeTrainer
 from tapereel.tapes import Answer, Sampling, Tape, Text
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 torch.set_num_threads(1)
 

@@ -8,17 +8,15 @@ from typing import Any
 import torch
 
 from tapereel.agents import Limits
-from tapereel.finetune.loop.history import History
-from tapereel.finetune.loop.loop_config import LoopConfig, WarmStartConfig
-from tapereel.finetune.run.demonstrations import DemoConfig, PicturesDemoConfig
+from tapereel.agents.engines.embedded import weights_digest
+from tapereel.finetune import History, LoopConfig, OptimiserConfig, WarmStartConfig
+from tapereel.finetune.run import DemoConfig
+from tapereel.finetune.run.demonstrations import PicturesDemoConfig
 from tapereel.finetune.run.loaded_run import LoadedRun
 from tapereel.finetune.run.training import Training
-from tapereel.finetune.trainer.checkpoint import checkpoints, copied_weights, weights_digest
-from tapereel.finetune.trainer.options import OptimiserConfig
+from tapereel.finetune.trainer import checkpoints, copied_weights
 from tapereel.tapes import Sampling, Status
-from tapereel.tapes.store.run_directory import METRICS, Results, RunDir, read_metrics
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import METRICS, Results, RunDir, Store, read_metrics, verify
 
 from .lab import assert_books_close
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 Change = Callable[[dict[str, Any]], dict[str, Any] | None]
 """A record's new body; None leaves it out."""

@@ -15,12 +15,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tapereel.agents.engines.embedded.pretrained import load_pretrained
-from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
+from tapereel.agents.engines.embedded import load_pretrained
+from tapereel.agents.engines.weights import AdapterConfig, add_adapters
 from tapereel.cli import main
-from tapereel.finetune.inspect.reproducer import reproduce
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.run.train_run import train
+from tapereel.finetune import TrainConfig
+from tapereel.finetune.inspect import reproduce
+from tapereel.finetune.run import train
 from tapereel.tapes.errors import UsageError
 
 from ...agents.faulty import FaultyServer

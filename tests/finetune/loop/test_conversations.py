@@ -28,15 +28,15 @@ from tapereel.agents import (
     EngineError,
     EpisodeSpec,
     Limits,
+    ModelFailed,
     Request,
     delegate,
     rollout,
 )
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
-from tapereel.agents.episode.llm import ModelFailed
-from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.rendering import Renderer
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.data.rows import Row, rows
+from tapereel.finetune import Row, rows
 from tapereel.tapes import Answer, Reasoning, Sampling, Tape, Text
 from tapereel.tapes.arrays import floats, ints
 

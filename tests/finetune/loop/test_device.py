@@ -12,21 +12,19 @@ from pydantic import ValidationError
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from tapereel.agents.engines.embedded.pretrained import device_of, load_pretrained
-from tapereel.agents.setup.engine_config import EmbeddedConfig
+from tapereel.agents.engines.embedded import load_pretrained
+from tapereel.agents.engines.embedded.pretrained import device_of
+from tapereel.agents.setup import EmbeddedConfig
 from tapereel.cli import main
-from tapereel.finetune.loop import rounding
-from tapereel.finetune.loop.loop_config import CriticConfig, LoopConfig
+from tapereel.finetune import LoopConfig, TrainConfig
+from tapereel.finetune.loop import CriticConfig, rounding
 from tapereel.finetune.loop.policy import sampling_attention
 from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.run import TrainerConfig, train
 from tapereel.finetune.run.load_policy import load_policy
-from tapereel.finetune.run.player_config import TrainerConfig
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.run.train_run import train
 from tapereel.finetune.trainer import logprobs as scoring
 from tapereel.tapes.errors import UsageError
-from tapereel.tapes.store.run_directory import CONFIG
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import CONFIG, Store
 
 from .lab import WORDS, Letters, Speaker, model
 

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from tapereel.agents import LLM, Agent, Limits, delegate, rollout
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
+from tapereel.agents import LLM, Agent, EmbeddedEngine, Limits, delegate, rollout
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.data.rows import Row, rows
+from tapereel.finetune import Row, rows
 from tapereel.tapes import Answer, Reasoning, Sampling, Tape, Text
 
 from ...agents.embedded_lab import until

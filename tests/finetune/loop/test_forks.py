@@ -24,7 +24,7 @@ from tapereel.finetune.loop.history import Plan
 from tapereel.finetune.loop.loop_config import ForkConfig
 from tapereel.tapes import Tape
 from tapereel.tapes.errors import UsageError
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from .lab import (
     LETTERS,

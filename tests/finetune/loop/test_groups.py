@@ -20,14 +20,14 @@ from tapereel.agents import EpisodeSpec, Limits, ScriptedEngine, rollout, rollou
 from tapereel.agents.runs.group import Closing, Group, fill
 from tapereel.envs import Environment, Outcome
 from tapereel.envs.rewards import relative
+from tapereel.finetune.loop import Learner, NothingUsable
 from tapereel.finetune.loop.history import Plan
-from tapereel.finetune.loop.learner import Learner
-from tapereel.finetune.loop.rollouts import Filled, NothingUsable, Rollouts, Taken
+from tapereel.finetune.loop.rollouts import Filled, Rollouts, Taken
 from tapereel.finetune.recipes import get_recipe
 from tapereel.tapes import Answer, Status, Tape, Text
 from tapereel.tapes.common import stats
 from tapereel.tapes.errors import UsageError
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from . import clock
 from .lab import RENDERER, Letters, Speaker, assert_books_close, history_in, loop_in, model, run, settings_of, tasks

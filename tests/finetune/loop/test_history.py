@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from tapereel.finetune.loop.history import BrokenHistory, Differs, History
-from tapereel.finetune.trainer.checkpoint import copied_weights, save_checkpoint, weights_digest
-from tapereel.finetune.trainer.options import OptimiserConfig
+from tapereel.agents.engines.embedded import weights_digest
+from tapereel.finetune import History, OptimiserConfig
+from tapereel.finetune.loop import BrokenHistory
+from tapereel.finetune.loop.history import Differs
+from tapereel.finetune.trainer import copied_weights, save_checkpoint
 from tapereel.tapes import Status, Tape
 from tapereel.tapes.records import Label
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from .lab import Flaky, assert_books_close, history_in, loop_in, model, run, settings_of, tasks
 

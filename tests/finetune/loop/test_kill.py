@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from tapereel.tapes.common.config import dump_config
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.common import dump_config
+from tapereel.tapes.store import Store
 
 from .micro import MICRO, PICTURED, assert_reproduced, assert_sound, closed_tapes
 

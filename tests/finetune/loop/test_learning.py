@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tapereel.finetune.loop.loop import Loop
-from tapereel.tapes.store.store import Store
+from tapereel.finetune import Loop
+from tapereel.tapes.store import Store
 
 from .lab import model, run, settings_of, tasks
 

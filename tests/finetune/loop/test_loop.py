@@ -19,16 +19,12 @@ import torch
 
 from tapereel.agents import Limits
 from tapereel.envs import Outcome
-from tapereel.finetune.data.rows import Row
-from tapereel.finetune.loop import delivery, plan
-from tapereel.finetune.loop.history import History
-from tapereel.finetune.loop.loop import Loop, SamplerMismatch
-from tapereel.finetune.loop.rollouts import NothingUsable
-from tapereel.finetune.trainer.checkpoint import copied_weights
-from tapereel.finetune.trainer.options import OptimiserConfig
+from tapereel.finetune import History, Loop, OptimiserConfig, Row
+from tapereel.finetune.loop import NothingUsable, SamplerMismatch, delivery, plan
+from tapereel.finetune.trainer import copied_weights
 from tapereel.tapes import Answer, Sampling, Status, Tape
-from tapereel.tapes.audit.auditor import audit_run
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.audit import audit_run
+from tapereel.tapes.store import Store
 from tapereel.tapes.store.writer import SegmentWriter
 
 from ...tapes.store.synced import Synced

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.run.train_run import train
-from tapereel.tapes.store.store import Store
+from tapereel.agents import EmbeddedEngine
+from tapereel.finetune import TrainConfig
+from tapereel.finetune.run import train
+from tapereel.tapes.store import Store
 
 from .lab import WORDS, Letters, Speaker, assert_books_close, model, settings_of
 

@@ -17,9 +17,8 @@ import torch
 import tapereel as tr
 from tapereel.envs.load_named import load_named
 from tapereel.finetune import get_recipe
-from tapereel.finetune.run.trackers import Axes
-from tapereel.finetune.run.train_run import train
-from tapereel.tapes.store.run_directory import append_metrics, read_metrics
+from tapereel.finetune.run import Axes, train
+from tapereel.tapes.store import append_metrics, read_metrics
 from tapereel.tapes.view.curves import loss_plots
 
 from ...envs.remote.worlds import until

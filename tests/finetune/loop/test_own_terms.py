@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tapereel.finetune.data.stream import BadBatch, Stream
-from tapereel.finetune.loop.rollouts import NothingUsable
+from tapereel.finetune import OptimiserConfig, Stream, Trainer
+from tapereel.finetune.data import BadBatch
+from tapereel.finetune.loop import NothingUsable
 from tapereel.finetune.objective import Baseline, Context, Regulariser, Surrogate
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.trainer import Trainer
-from tapereel.finetune.trainer.updates import Division
+from tapereel.finetune.trainer import Division
 from tapereel.tapes.errors import UsageError
 
 from ..build import batch, tiny_model

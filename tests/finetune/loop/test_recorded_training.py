@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tapereel.agents.engines.embedded.pretrained import load_pretrained, weights_digest
-from tapereel.finetune.trainer import micro_batches, trainer
-from tapereel.finetune.trainer.checkpoint import checkpoints
+from tapereel.agents.engines.embedded import load_pretrained, weights_digest
+from tapereel.finetune.trainer import checkpoints, micro_batches, trainer
 from tapereel.finetune.trainer.logprobs import read_out
 
 from ...recorded.digest import digest_of, machine

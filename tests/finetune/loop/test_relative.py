@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tapereel.envs import Rewards, RewardSource
-from tapereel.envs.rewards import rewarded
-from tapereel.envs.rewards.relative import layer_of, ranked, training_reward
-from tapereel.finetune.data.provenance import episode_of
+from tapereel.envs.rewards import layer_of, rewarded, training_reward
+from tapereel.envs.rewards.relative import ranked
+from tapereel.finetune import episode_of
 from tapereel.tapes import Tape
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from .lab import Letters, assert_books_close, history_in, loop_in, model, settings_of
 

@@ -17,18 +17,15 @@ from typing import Any
 
 import pytest
 
-from tapereel.finetune.inspect.reproducer import reproduce
-from tapereel.finetune.run import demonstrations
-from tapereel.finetune.run.demonstrations import DEMO, DemoConfig, DemoSummary, PicturesDemoConfig, begun_demo
+from tapereel.finetune.inspect import reproduce
+from tapereel.finetune.run import DemoConfig, demonstrations
+from tapereel.finetune.run.demonstrations import DEMO, DemoSummary, PicturesDemoConfig, begun_demo
 from tapereel.finetune.run.demonstrations import demo as run_demo
-from tapereel.finetune.trainer import checkpoint
-from tapereel.finetune.trainer.checkpoint import checkpoints, prune, remove_partial, save_checkpoint
-from tapereel.finetune.trainer.options import fitted
-from tapereel.tapes.common.config import ConfigError, dump_config
+from tapereel.finetune.trainer import checkpoint, checkpoints, fitted, save_checkpoint
+from tapereel.finetune.trainer.checkpoint import prune, remove_partial
+from tapereel.tapes.common import ConfigError, dump_config
 from tapereel.tapes.errors import UsageError
-from tapereel.tapes.store.lease import Lease, LeaseLost, end_lease
-from tapereel.tapes.store.run_directory import METRICS, RunDir, append_metrics, read_metrics
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import METRICS, Lease, LeaseLost, RunDir, Store, append_metrics, end_lease, read_metrics
 from tapereel.tapes.store.writer import SegmentWriter
 
 from ...tapes.store.synced import Synced

@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from tapereel.agents.engines.embedded.tiny_model import tiny_model
-from tapereel.finetune.loop.loop import SamplerMismatch
-from tapereel.finetune.loop.policy import Policy
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.run.train_run import train
-from tapereel.tapes.audit import anomalies
-from tapereel.tapes.audit.auditor import audit_run
-from tapereel.tapes.store.store import Store
+from tapereel.finetune import TrainConfig
+from tapereel.finetune.loop import Policy, SamplerMismatch
+from tapereel.finetune.run import train
+from tapereel.tapes.audit import anomalies, audit_run
+from tapereel.tapes.store import Store
 
 from .lab import WORDS, EverySecond, Speaker
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import tapereel as tr
-from tapereel.finetune.inspect.reproducer import reproduce
+from tapereel.finetune.inspect import reproduce
 from tapereel.finetune.loop.history import PREFIXES, SCHEDULES, VALUES
-from tapereel.finetune.trainer.checkpoint import checkpoints
+from tapereel.finetune.trainer import checkpoints
 from tapereel.tapes.errors import UsageError
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from .rewrite import rewrite
 

@@ -20,10 +20,10 @@ from typing import Any, Literal
 
 import pytest
 
-from tapereel.finetune.run.train_config import TrainConfig
+from tapereel.finetune import TrainConfig
 from tapereel.tapes import Status
-from tapereel.tapes.common.config import dump_config
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.common import dump_config
+from tapereel.tapes.store import Store
 
 from ...envs.remote.process import Served
 from . import lab

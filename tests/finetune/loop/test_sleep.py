@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tapereel.cli import main
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.run.train_run import train
+from tapereel.finetune import TrainConfig
+from tapereel.finetune.run import train
 
 from ...agents.faulty import FaultyServer
 from .hosting import in_thread

@@ -14,18 +14,17 @@ import pytest
 import torch
 
 from tapereel.agents import LLM, Agent, EpisodeSpec, ScriptedEngine, delegate, rollout
-from tapereel.finetune.loop.history import History, Plan
-from tapereel.finetune.loop.loop import SamplerMismatch, UnknownAgent
-from tapereel.finetune.loop.loop_config import LoopConfig
+from tapereel.agents.engines.embedded import weights_digest
+from tapereel.finetune import History, LoopConfig, OptimiserConfig, Trainer
+from tapereel.finetune.loop import SamplerMismatch
+from tapereel.finetune.loop.history import Plan
+from tapereel.finetune.loop.loop import UnknownAgent
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.checkpoint import copied_weights, weights_digest
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.ranks import Ranks
-from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.finetune.trainer import Ranks, copied_weights
 from tapereel.tapes import Answer, Tape
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.records import Use
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from .lab import (
     RENDERER,

@@ -11,22 +11,18 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import LLM, Agent, Limits
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
-from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents import LLM, Agent, EmbeddedEngine, Limits
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.engines.embedded.tiny_model import tiny_model
+from tapereel.agents.rendering import Renderer
 from tapereel.envs import Outcome
-from tapereel.envs.adapters.mcp import McpServer
-from tapereel.envs.adapters.tools import ToolEnvironment
-from tapereel.finetune.loop.history import History
-from tapereel.finetune.loop.learner import Learner
-from tapereel.finetune.loop.loop import Loop
+from tapereel.envs.adapters import McpServer, ToolEnvironment
+from tapereel.finetune import History, Loop, OptimiserConfig, Trainer
+from tapereel.finetune.loop import Learner
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.ranks import Ranks
-from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.finetune.trainer import Ranks
 from tapereel.tapes import Answer, Tape, Task, ToolCall, ToolCalls, ToolResults
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from .lab import assert_books_close, policy_of, settings_of
 from .test_learning import climbed, rewards

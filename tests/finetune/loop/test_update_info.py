@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tapereel.finetune.loop.plan import UpdateInfo
+from tapereel.finetune.loop import UpdateInfo
 from tapereel.tapes import NotATape
 from tapereel.tapes.records import Use
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tapereel.finetune.inspect.rebuild import RebuiltRun
 from tapereel.finetune.inspect.requery import Policies, requery
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 
 def assert_versions_true(run: Path, fresh: Path, model: Path, lineage: str, updates: int) -> int:

@@ -21,9 +21,10 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from tapereel.finetune import Recipe
 from tapereel.finetune.objective import Term
-from tapereel.finetune.objective.recipe import Recipe, kinds_of
-from tapereel.tapes.common.config_yaml import write_yaml
+from tapereel.finetune.objective.recipe import kinds_of
+from tapereel.tapes.common import write_yaml
 
 from ...agents.rendering.templates_table import page as between
 

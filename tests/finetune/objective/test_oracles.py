@@ -9,12 +9,12 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from tapereel.finetune import Recipe
 from tapereel.finetune.objective import Context
 from tapereel.finetune.objective import loss as objective
-from tapereel.finetune.objective.recipe import Recipe
 from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.trainer import Value
 from tapereel.finetune.trainer import lm_head as head
-from tapereel.finetune.trainer.critic import Value
 
 from ...oracles import advantages as slow
 from ...oracles import losses as slower

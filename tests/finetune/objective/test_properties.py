@@ -15,17 +15,12 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from tapereel.finetune.data.rows import Row
-from tapereel.finetune.data.stream import Stream
+from tapereel.finetune import Critic, CriticTrainer, OptimiserConfig, Recipe, Row, Stream, Trainer
 from tapereel.finetune.objective import Context, GroupBaseline, TimeCredit
 from tapereel.finetune.objective import loss as objective
-from tapereel.finetune.objective.recipe import Recipe
 from tapereel.finetune.objective.term import kind_of
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.critic import Critic, CriticTrainer
-from tapereel.finetune.trainer.logprobs import score
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.finetune.trainer import score
 
 from ..build import doubles, episode, exact, gradient, row, same, tiny_model
 from ..trainer.threads import together

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from tapereel.finetune import Recipe
 from tapereel.finetune.objective import Anchor, Context, GroupBaseline, Select, kl
 from tapereel.finetune.objective import loss as objective
-from tapereel.finetune.objective.recipe import Recipe
 from tapereel.finetune.recipes import get_recipe
 
 from ..build import doubles, episode, exact, ledger, row, simple

@@ -25,7 +25,7 @@ from tapereel.finetune.objective import (
 from tapereel.finetune.objective import kl as estimators
 from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.schedule import Schedule
+from tapereel.finetune.trainer import Schedule
 from tapereel.tapes.errors import UsageError
 
 from ...oracles import objective as oracle

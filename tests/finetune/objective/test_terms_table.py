@@ -7,8 +7,8 @@ import re
 import pytest
 import yaml
 
-from tapereel.finetune.objective import PPO, Weigh
-from tapereel.finetune.objective.recipe import Recipe, read
+from tapereel.finetune import Recipe
+from tapereel.finetune.objective import PPO, Weigh, read
 from tapereel.finetune.recipes import get_recipe
 
 from .terms_table import PAGE, constants, docstrings, page, table, terms

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tapereel.finetune import OptimiserConfig, Trainer
 from tapereel.finetune.data import segments
 from tapereel.finetune.objective import Context
 from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.logprobs import score
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.finetune.trainer import score
 from tapereel.finetune.trainer.updates import cut_episodes
 
 from ..build import batch, doubles, episode, exact, ledger, row, simple, tiny_model

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tapereel.finetune.data.by_agent import apart
-from tapereel.finetune.data.stream import Episode
+from tapereel.finetune import Episode
+from tapereel.finetune.data import apart
 from tapereel.finetune.objective import Context
 from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.recipes import get_recipe

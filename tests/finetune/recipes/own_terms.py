@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from tapereel.finetune.data.stream import Stream
+from tapereel.finetune import Stream
 from tapereel.finetune.objective import PPO, Adjust, Baseline, Context, Credit, Regulariser, Shape, Surrogate
 from tapereel.finetune.objective.kl import exp
 from tapereel.finetune.recipes import get_recipe

@@ -12,13 +12,10 @@ import pytest
 import torch
 
 import tapereel as tr
-from tapereel.finetune.loop.loop_config import LoopConfig
-from tapereel.finetune.objective import PPO, Context, GroupBaseline, Overlong, Surrogate, TimeCredit, Weigh
+from tapereel.finetune import LoopConfig, OptimiserConfig, Trainer
+from tapereel.finetune.objective import PPO, Context, GroupBaseline, Overlong, Surrogate, TimeCredit, Weigh, read
 from tapereel.finetune.objective import loss as objective
-from tapereel.finetune.objective.recipe import read
 from tapereel.finetune.recipes import BrokenRecipes, get_recipe, read_recipes, write_recipes
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.errors import UsageError
 
 from ..build import batch, exact, gradient, same, simple, tiny_model

@@ -14,15 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tapereel.finetune import recipes
+from tapereel.finetune import Critic, CriticTrainer, OptimiserConfig, Recipe, Trainer, recipes
 from tapereel.finetune.loop import loop_config
 from tapereel.finetune.objective import KL, Context, TokenKL, Whiten
 from tapereel.finetune.objective import loss as objective
-from tapereel.finetune.objective.recipe import Recipe
 from tapereel.finetune.recipes import RECIPES, get_recipe, read
-from tapereel.finetune.trainer.critic import Critic, CriticTrainer
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.errors import UsageError
 
 from ...oracles import objective as oracle

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from tapereel.agents import LLM, Agent, delegate
-from tapereel.agents.engines.team_engine import TeamEngine
+from tapereel.agents.engines import TeamEngine
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.loop.history import History
-from tapereel.finetune.loop.learner import Learner
-from tapereel.finetune.loop.loop import Loop
-from tapereel.finetune.loop.loop_config import LoopConfig
+from tapereel.finetune import History, Loop, LoopConfig
+from tapereel.finetune.loop import Learner
 from tapereel.tapes import Answer, Tape, Text, Thought
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ..loop.lab import RENDERER, engine_of, history_in, model, settings_of, tasks
 

@@ -6,10 +6,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.tapes.common.config import load_config
+from tapereel.finetune import TrainConfig
+from tapereel.tapes.common import load_config
 from tapereel.tapes.records import Use
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 EXAMPLE = str(Path(__file__).resolve().parents[3] / "examples" / "two_agents.py")
 WORLD = str(Path(__file__).with_name("pair_of_players.py"))

@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 
 from tapereel.agents import EpisodeSpec, ScriptedEngine, rollout
-from tapereel.agents.engines.team_engine import TeamEngine
+from tapereel.agents.engines import TeamEngine
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.data.by_agent import addressed, apart, rewards_of
-from tapereel.finetune.data.provenance import episode_of
-from tapereel.finetune.data.rows import rows
-from tapereel.finetune.data.stream import BadBatch, Stream
-from tapereel.finetune.loop.loop_config import LoopConfig
+from tapereel.finetune import LoopConfig, Stream, episode_of, rows
+from tapereel.finetune.data import BadBatch, apart
+from tapereel.finetune.data.by_agent import addressed, rewards_of
 from tapereel.finetune.loop.plan import Plan
 from tapereel.finetune.objective import Context
 from tapereel.finetune.objective.loss import prepare

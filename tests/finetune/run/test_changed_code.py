@@ -14,9 +14,10 @@ import pytest
 
 import tapereel as tr
 from tapereel.agents.setup.code_digest import digest_of
-from tapereel.cli.command import main
-from tapereel.finetune.run.train_run import TrainSummary
-from tapereel.tapes.store.run_directory import Results, code_changes
+from tapereel.cli import main
+from tapereel.finetune.run import TrainSummary
+from tapereel.tapes.store import Results
+from tapereel.tapes.store.run_directory import code_changes
 
 WORLD = """
 import tapereel as tr

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tapereel.agents.engines.embedded import pretrained
-from tapereel.finetune.inspect.reproducer import reproduce
-from tapereel.finetune.inspect.requery import requery_run
-from tapereel.finetune.loop.history import BrokenHistory
+from tapereel.finetune.inspect import reproduce, requery_run
+from tapereel.finetune.loop import BrokenHistory
+from tapereel.finetune.run import train
 from tapereel.finetune.run.load_policy import check_begun
-from tapereel.finetune.run.train_run import train
-from tapereel.finetune.trainer.checkpoint import BadCheckpoint, ModelWeights, checkpoints
-from tapereel.tapes.store.run_directory import Results
+from tapereel.finetune.trainer import checkpoints
+from tapereel.finetune.trainer.checkpoint import BadCheckpoint, ModelWeights
+from tapereel.tapes.store import Results
 
 from ...oracles import weights_digest as slow
 from ..loop.rewrite import rewrite

@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Mixtra
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import tapereel as tr
-from tapereel.tapes.store.run_directory import read_metrics
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store, read_metrics
 
 
 class Counted(tr.Environment):

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import tapereel as tr
-from tapereel.envs.adapters.tools import ToolEnvironment
+from tapereel.envs.adapters import ToolEnvironment
 from tapereel.tapes import Answer, Sampling
 from tapereel.tapes.errors import UsageError
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from .test_selection import Paid
 

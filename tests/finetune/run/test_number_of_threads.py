@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tapereel as tr
-from tapereel.finetune.loop.plan import UpdateInfo
-from tapereel.tapes.store.store import Store
+from tapereel.finetune.loop import UpdateInfo
+from tapereel.tapes.store import Store
 
 DIGITS = Path(__file__).resolve().parents[3] / "examples" / "digits.py"
 SETTINGS: dict[str, Any] = {

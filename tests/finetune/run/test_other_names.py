@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.runs.runner import RunConfig
+from tapereel.agents import RunConfig
+from tapereel.finetune import TrainConfig
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.run.demonstrations import DemoConfig
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.tapes.common.config import ConfigError, config_keys, load_config
+from tapereel.finetune.run import DemoConfig
+from tapereel.tapes.common import ConfigError, load_config
+from tapereel.tapes.common.config import config_keys
 
 VALUES: dict[str, Any] = {
     "loop.changes.surrogate.low": 0.1,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tapereel.cli import main
-from tapereel.tapes.common.config import dump_config
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.common import dump_config
+from tapereel.tapes.store import Store
 from tests.finetune.loop.micro import PICTURED
 
 pytestmark = pytest.mark.docs

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.engines.embedded.pretrained import weights_digest
+from tapereel.agents.engines.embedded import weights_digest
 from tapereel.finetune.data.by_agent import rewards_of
 from tapereel.finetune.inspect.explainer import Explainer
-from tapereel.finetune.loop.history import BrokenHistory
+from tapereel.finetune.loop import BrokenHistory
 from tapereel.finetune.loop.learner import BadPlayers
 from tapereel.finetune.loop.loop import UpdateReport
-from tapereel.finetune.trainer.checkpoint import checkpoints
+from tapereel.finetune.trainer import checkpoints
 from tapereel.tapes.records import Use
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import Store, verify
 
 from ..loop.lab import assert_books_close, history_in
 from .duet import ALTO, BASS, loop_of, settings, two

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from tapereel.cli import main
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.run.train_run import TrainSummary, train
-from tapereel.tapes.common.config import load_config
-from tapereel.tapes.store.run_directory import read_metrics
-from tapereel.tapes.store.store import Store
+from tapereel.finetune import TrainConfig
+from tapereel.finetune.run import TrainSummary, train
+from tapereel.tapes.common import load_config
+from tapereel.tapes.store import Store, read_metrics
 
 from .stage import EXAMPLE, GUIDE, SEEKER
 

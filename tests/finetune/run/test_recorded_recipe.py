@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.setup.engine_config import EmbeddedConfig
-from tapereel.finetune.inspect.reproducer import reproduce
-from tapereel.finetune.loop.loop_config import LoopConfig
+from tapereel.agents.setup import EmbeddedConfig
+from tapereel.finetune import LoopConfig, OptimiserConfig, TrainConfig
+from tapereel.finetune.inspect import reproduce
 from tapereel.finetune.recipes import RECIPES, Recipe, get_recipe, read_recipes
-from tapereel.finetune.run import training
-from tapereel.finetune.run.train_config import EvaluationConfig, TrainConfig
-from tapereel.finetune.run.train_run import train
-from tapereel.finetune.trainer.options import OptimiserConfig
+from tapereel.finetune.run import EvaluationConfig, train, training
 from tapereel.tapes import Sampling
-from tapereel.tapes.store.run_directory import METRICS, read_metrics
+from tapereel.tapes.store import METRICS, read_metrics
 
 from ...attack import cut_off_world
 from ..loop import lab

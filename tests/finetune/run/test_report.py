@@ -8,9 +8,9 @@ import math
 from html.parser import HTMLParser
 from pathlib import Path
 
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
+from tapereel.tapes.view import Overview, overview_of
 from tapereel.tapes.view.bundle import not_explained, write_report
-from tapereel.tapes.view.overview import Overview, overview_of
 
 from ...front.making import run_of
 from ...front.pages import EVIL, data_of, empty_run, overview_in, overview_with, words_of

@@ -12,17 +12,11 @@ import pytest
 import torch
 
 import tapereel as tr
-from tapereel.finetune.data.rows import Row
-from tapereel.finetune.data.stream import Episode
+from tapereel.finetune import Critic, CriticTrainer, Episode, OptimiserConfig, Row, Trainer
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.checkpoint import checkpoints
-from tapereel.finetune.trainer.critic import Critic, CriticTrainer
-from tapereel.finetune.trainer.logprobs import score
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.finetune.trainer import checkpoints, score
 from tapereel.tapes.errors import UsageError
-from tapereel.tapes.store.run_directory import read_metrics
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store, read_metrics
 
 from ...oracles import reward_kl as slow
 from ..build import batch, tiny_model

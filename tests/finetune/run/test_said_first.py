@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import tapereel as tr
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.engines.embedded.tiny_model import tiny_model
 from tapereel.cli import main
-from tapereel.finetune.loop.loop_config import LoopConfig
+from tapereel.finetune import LoopConfig
 from tapereel.finetune.run.load_policy import check_rate
 from tapereel.finetune.run.training import base_rate
-from tapereel.tapes.store.run_directory import HeldOut
+from tapereel.tapes.store import HeldOut
 
 
 def held_out(mean: float | None, error: float | None, n: int = 117) -> HeldOut:

@@ -12,8 +12,7 @@ import pytest
 
 import tapereel as tr
 from tapereel.finetune.recipes import read_recipes
-from tapereel.tapes.store.run_directory import read_metrics
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store, read_metrics
 
 REWARDS = (1.0, 1.0, 0.0, 1.0)
 

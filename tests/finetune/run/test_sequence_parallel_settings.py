@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from tapereel.agents.setup.engine_config import EmbeddedConfig
+from tapereel.agents.setup import EmbeddedConfig
+from tapereel.finetune import TrainConfig
 from tapereel.finetune.loop.loop_config import ProcessesConfig
-from tapereel.finetune.run.player_config import TrainerConfig
-from tapereel.finetune.run.train_config import TrainConfig
+from tapereel.finetune.run import TrainerConfig
 from tapereel.finetune.trainer.distributed import launched
 from tapereel.finetune.trainer.sequence_parallel import check_model
 from tapereel.tapes.errors import UsageError

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.engines.embedded.embedded_server import EngineServer
-from tapereel.agents.engines.embedded.pretrained import load_pretrained
-from tapereel.agents.engines.engine import EngineStopped
-from tapereel.finetune.run.train_run import TrainSummary, train
-from tapereel.tapes.common.config import ConfigError
+from tapereel.agents.engines import EngineStopped
+from tapereel.agents.engines.embedded import EngineServer, load_pretrained
+from tapereel.finetune.run import TrainSummary, train
+from tapereel.tapes.common import ConfigError
 
 from ...agents.hosted import OneModel
 from ...cli.lab import answer_of

@@ -6,11 +6,10 @@ import asyncio
 
 import pytest
 
-from tapereel.agents import EngineError, Request, ScriptedEngine, rollout
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
-from tapereel.agents.engines.engine import Completion
-from tapereel.agents.engines.team_engine import TeamEngine
-from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents import Completion, EngineError, Request, ScriptedEngine, rollout
+from tapereel.agents.engines import TeamEngine
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.rendering import Renderer
 from tapereel.tapes import Sampling
 from tapereel.tapes.errors import UsageError
 

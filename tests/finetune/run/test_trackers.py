@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import tapereel as tr
+from tapereel.finetune.run import Axes
 from tapereel.finetune.run.trackers import (
     COLUMNS,
     FOLDER,
     TABLE,
-    Axes,
     Setting,
     TrackerName,
     Trackers,
@@ -24,8 +24,7 @@ from tapereel.finetune.run.trackers import (
     check_trackers,
     start_tracker,
 )
-from tapereel.tapes import Tape
-from tapereel.tapes.errors import MissingExtra
+from tapereel.tapes import MissingExtra, Tape
 
 from ...recorded.worlds import Echo
 

@@ -13,15 +13,12 @@ import pytest
 import torch
 
 import tapereel as tr
-from tapereel.agents.engines.embedded.pretrained import load_pretrained
-from tapereel.finetune.data.rows import rows
-from tapereel.finetune.inspect.reproducer import reproduce
-from tapereel.finetune.inspect.requery import requery_run
-from tapereel.finetune.trainer.checkpoint import checkpoints
+from tapereel.agents.engines.embedded import load_pretrained
+from tapereel.finetune import rows
+from tapereel.finetune.inspect import reproduce, requery_run
+from tapereel.finetune.trainer import checkpoints
 from tapereel.tapes.errors import UsageError
-from tapereel.tapes.store.run_directory import read_metrics
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import Store, read_metrics, verify
 
 from ..trainer.seen import saved
 

@@ -11,28 +11,25 @@ from typing import Any
 import pytest
 import torch
 
-from tapereel.agents.engines.embedded.pretrained import load_pretrained, weights_digest
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
-from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents.engines.embedded import char_tokenizer, load_pretrained, weights_digest
+from tapereel.agents.engines.embedded.tiny_model import tiny_model
+from tapereel.agents.rendering import Renderer
 from tapereel.cli import main
-from tapereel.finetune.data.provenance import drop_others, episode_of
-from tapereel.finetune.data.rows import rows
-from tapereel.finetune.inspect.reproducer import reproduce
-from tapereel.finetune.loop.history import BrokenHistory
+from tapereel.finetune import TrainConfig, episode_of, rows
+from tapereel.finetune.data.provenance import drop_others
+from tapereel.finetune.inspect import reproduce
+from tapereel.finetune.loop import BrokenHistory
 from tapereel.finetune.loop.loop import UnknownAgent
 from tapereel.finetune.loop.plan import Plan
+from tapereel.finetune.run import train
 from tapereel.finetune.run.loaded_run import LoadedRun
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.run.train_run import train
-from tapereel.finetune.trainer.checkpoint import checkpoints
-from tapereel.finetune.trainer.ranks import Ranks
-from tapereel.tapes.common.config import ConfigError, dump_config, load_config
-from tapereel.tapes.common.config_yaml import write_yaml
+from tapereel.finetune.trainer import Ranks, checkpoints
+from tapereel.tapes.common import ConfigError, dump_config, load_config, write_yaml
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.records import Record, Use
-from tapereel.tapes.store.run_directory import read_metrics, recorded_config
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.view.run_view import RunView
+from tapereel.tapes.store import Store, read_metrics
+from tapereel.tapes.store.run_directory import recorded_config
+from tapereel.tapes.view import RunView
 
 from ...cli.lab import answer_of, killed, refusal_of
 from .stage import (

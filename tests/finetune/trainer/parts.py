@@ -15,15 +15,10 @@ import pytest
 import torch
 from torch import nn
 
+from tapereel.finetune import CriticTrainer, OptimiserConfig, Trainer
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
-from tapereel.finetune.trainer.critic import CriticTrainer
-from tapereel.finetune.trainer.distributed import Processes
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.ranks import Ranks, ShardedRanks
-from tapereel.finetune.trainer.reference import EarlierWeights
-from tapereel.finetune.trainer.trainer import Trainer
-from tapereel.finetune.trainer.updates import Division
+from tapereel.finetune.trainer import Division, EarlierWeights, Processes, Ranks, ShardedRanks, save_checkpoint
+from tapereel.finetune.trainer.checkpoint import Checkpoint, read_checkpoint
 
 from ..build import tiny_model
 from .two_ranks import cut_off, held, odd_digests, own_critic, three_groups

@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 
+from tapereel.finetune import OptimiserConfig, Trainer
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer import distributed
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.ranks import DataParallelRanks, RankLost, Ranks
-from tapereel.finetune.trainer.trainer import Trainer
-from tapereel.finetune.trainer.updates import Division
+from tapereel.finetune.trainer import DataParallelRanks, Division, Ranks, distributed
+from tapereel.finetune.trainer.ranks import RankLost
 
 from ..build import batch, tiny_model
 

@@ -16,10 +16,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tapereel.agents.engines.embedded.pretrained import Pretrained, load_pretrained
+from tapereel.agents.engines.embedded import Pretrained, load_pretrained
+from tapereel.agents.vision import save_tiny_vision
 from tapereel.agents.vision.families import FAMILIES as KNOWN
-from tapereel.agents.vision.tiny_vision import save_tiny_vision
-from tapereel.finetune.data.rows import Row
+from tapereel.finetune import Row
 from tapereel.tapes.places import Place
 
 from ..build import row

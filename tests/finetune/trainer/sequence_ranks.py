@@ -17,17 +17,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from tapereel.finetune.data.rows import Row
-from tapereel.finetune.data.stream import Episode
+from tapereel.finetune import Critic, CriticTrainer, Episode, OptimiserConfig, Row, Trainer
 from tapereel.finetune.objective import Sums
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.run.load_policy import freeze
-from tapereel.finetune.trainer.critic import Critic, CriticTrainer
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.ranks import DataParallelRanks, Ranks, ShardedRanks
-from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.finetune.run import freeze
+from tapereel.finetune.trainer import DataParallelRanks, Ranks, ShardedRanks
 from tapereel.finetune.trainer.updates import share
-from tapereel.tapes.records import Status
+from tapereel.tapes import Status
 
 from ..build import batch, tiny_qwen3
 from .seen import png, pretrained, sampled, shown

@@ -13,14 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapereel.finetune.data.stream import Stream
+from tapereel.finetune import OptimiserConfig, Stream, Trainer
 from tapereel.finetune.objective import Context, Weigh
 from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer import trainer
 from tapereel.finetune.trainer.logprobs import score_ahead
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.trainer import Trainer
 
 from ..build import batch, choices, episode, exact, gradient, row, same, tiny_model
 

@@ -10,11 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tapereel.finetune.data.rows import Row
+from tapereel.finetune import Row
 from tapereel.finetune.objective import Score
-from tapereel.finetune.trainer import lm_head
-from tapereel.finetune.trainer.logprobs import forward, score
-from tapereel.finetune.trainer.micro_batches import plan
+from tapereel.finetune.trainer import forward, lm_head, plan, score
 
 from ..build import row, tiny_model
 

@@ -8,16 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from tapereel.finetune.data.by_agent import apart
-from tapereel.finetune.data.rows import Row
-from tapereel.finetune.data.stream import Episode
+from tapereel.finetune import Critic, CriticTrainer, Episode, OptimiserConfig, Row, Trainer
+from tapereel.finetune.data import apart
 from tapereel.finetune.loop.staleness import drop_stale
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.critic import Critic, CriticTrainer, Value
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.finetune.trainer import Value
 from tapereel.finetune.trainer.updates import Prepared
-from tapereel.tapes.records import CauseType, Status
+from tapereel.tapes import CauseType, Status
 
 from ...oracles import objective as oracle
 from ..build import episode, row, tiny_model

@@ -10,15 +10,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tapereel.finetune.data.stream import BadBatch, Stream
+from tapereel.finetune import Critic, CriticTrainer, OptimiserConfig, Stream, Trainer
+from tapereel.finetune.data import BadBatch
 from tapereel.finetune.objective import Context
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.critic import Critic, CriticTrainer, Value
-from tapereel.finetune.trainer.logprobs import plan
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.schedule import Schedule
-from tapereel.finetune.trainer.trainer import Trainer
-from tapereel.finetune.trainer.updates import Division
+from tapereel.finetune.trainer import Division, Schedule, Value, plan
 
 from ..build import batch, doubles, episode, ledger, row, tiny_model
 

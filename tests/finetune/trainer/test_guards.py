@@ -8,10 +8,9 @@ import math
 import pytest
 import torch
 
-from tapereel.finetune.data.stream import BadBatch, Stream
+from tapereel.finetune import OptimiserConfig, Stream, Trainer
+from tapereel.finetune.data import BadBatch
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.trainer import Trainer
 
 from ..build import batch, episode, row, tiny_model
 

@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tapereel.finetune import OptimiserConfig, Trainer
 from tapereel.finetune.objective import Score
 from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.trainer import forward, plan, score
 from tapereel.finetune.trainer import lm_head as head
-from tapereel.finetune.trainer.logprobs import forward, score
-from tapereel.finetune.trainer.micro_batches import plan
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.trainer import Trainer
 
 from ..build import batch, episode, gradient, row, same, tiny_model
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tapereel.finetune.trainer.checkpoint import checkpoints
-from tapereel.tapes.store.store import Store
+from tapereel.finetune.trainer import checkpoints
+from tapereel.tapes.store import Store
 
 from .test_pieces import places
 from .test_processes import environment, free_port, model, words

@@ -10,13 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapereel.finetune.data.rows import Row
+from tapereel.finetune import OptimiserConfig, Row, Trainer
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer import micro_batches as micro
-from tapereel.finetune.trainer.logprobs import packs, score, shares_prefixes
-from tapereel.finetune.trainer.micro_batches import plan
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.finetune.trainer import plan, score
+from tapereel.finetune.trainer.logprobs import packs, shares_prefixes
 
 from ..build import episode, gradient, ledger, row, same, tiny_model
 

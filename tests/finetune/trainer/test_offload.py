@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tapereel.finetune import Critic, CriticTrainer, OptimiserConfig, Trainer
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.adamw import OffloadedAdamW
-from tapereel.finetune.trainer.critic import Critic, CriticTrainer
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.trainer import Trainer
 
 from ..build import batch, tiny_model, trainer_of
 

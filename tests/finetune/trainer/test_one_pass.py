@@ -11,16 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tapereel.finetune.data.rows import Row
+from tapereel.finetune import Critic, CriticTrainer, Recipe, Row
 from tapereel.finetune.objective import Context
 from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.objective.loss import Batch
-from tapereel.finetune.objective.recipe import Recipe
 from tapereel.finetune.recipes import RECIPES, get_recipe
 from tapereel.finetune.trainer import lm_head as head
-from tapereel.finetune.trainer import trainer
-from tapereel.finetune.trainer.critic import Critic, CriticTrainer
-from tapereel.finetune.trainer.logprobs import read_out, score
+from tapereel.finetune.trainer import score, trainer
+from tapereel.finetune.trainer.logprobs import read_out
 
 from ...oracles.recipes import EQUATIONS, GROUPS, LENGTHS, REWARDS, TURNS, N, world
 from ..build import VOCABULARY, batch, episode, exact, gradient, row, same, tiny_model, trainer_of

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tapereel.agents.engines.embedded.pretrained import weights_digest
+from tapereel.agents.engines.embedded import weights_digest
+from tapereel.finetune.trainer import Ranks
 from tapereel.finetune.trainer.checkpoint import read_checkpoint
-from tapereel.finetune.trainer.ranks import Ranks
 
 from .parts import CUT, trained
 from .test_ranks import check_digests, same

@@ -12,23 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.agents.engines.engine import Capability, Completion, EngineError, Request
-from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
-from tapereel.agents.rendering.renderer import Renderer
-from tapereel.finetune.data.rows import Row
-from tapereel.finetune.data.stream import BadBatch, Episode
-from tapereel.finetune.loop.loop_config import LoopConfig
+from tapereel.agents import Capability, Completion, EmbeddedEngine, EngineError, Request
+from tapereel.agents.engines.weights import AdapterConfig, add_adapters
+from tapereel.agents.rendering import Renderer
+from tapereel.finetune import Critic, CriticTrainer, Episode, LoopConfig, OptimiserConfig, Row, Trainer
+from tapereel.finetune.data import BadBatch
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.run.load_policy import freeze
+from tapereel.finetune.run import freeze
 from tapereel.finetune.run.player_config import Frozen
 from tapereel.finetune.run.trainer_factory import TrainerFactory
-from tapereel.finetune.trainer.critic import Critic, CriticTrainer
-from tapereel.finetune.trainer.logprobs import score
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.ranks import Ranks
-from tapereel.finetune.trainer.reference import EarlierWeights, OtherModel, ServedTeacher
-from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.finetune.trainer import EarlierWeights, Ranks, score
+from tapereel.finetune.trainer.reference import OtherModel, ServedTeacher
 
 from ..build import trainer_of
 from .seen import FAMILIES, oracles, png, pretrained, sampled, shown

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tapereel.finetune.data.rows import Row
-from tapereel.finetune.data.stream import BadBatch
-from tapereel.finetune.trainer.logprobs import forward, plan, score
+from tapereel.finetune import Row
+from tapereel.finetune.data import BadBatch
+from tapereel.finetune.trainer import forward, plan, score
 from tapereel.finetune.trainer.micro_batches import Pictures
 
 from .seen import FAMILIES, oracle, oracles, png, pretrained, sampled, shown

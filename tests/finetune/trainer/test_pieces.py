@@ -12,26 +12,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tapereel.agents.engines.weights.weight_config import AdapterConfig
+from tapereel.agents.engines.weights import AdapterConfig
 from tapereel.agents.engines.weights.weight_files import write_weights
-from tapereel.agents.setup.engine_config import EmbeddedConfig
-from tapereel.finetune.loop.loop_config import LoopConfig
+from tapereel.agents.setup import EmbeddedConfig
+from tapereel.finetune import LoopConfig, OptimiserConfig
 from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.run import TrainerConfig
 from tapereel.finetune.run.load_policy import load_policy
-from tapereel.finetune.run.player_config import TrainerConfig
-from tapereel.finetune.trainer.checkpoint import (
-    STATE,
-    BadCheckpoint,
-    checkpoints,
-    damage,
-    read_parts,
-    save_checkpoint,
-    write_parts,
-)
-from tapereel.finetune.trainer.distributed import Processes
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.ranks import Ranks, ShardedRanks, Whole
-from tapereel.tapes.store.lease import LeaseLost
+from tapereel.finetune.trainer import Processes, Ranks, ShardedRanks, checkpoints, save_checkpoint
+from tapereel.finetune.trainer.checkpoint import STATE, BadCheckpoint, damage, read_parts, write_parts
+from tapereel.finetune.trainer.ranks import Whole
+from tapereel.tapes.store import LeaseLost
 
 from ..build import tiny_model
 from ..loop.lab import WORDS

@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.engines.embedded.pretrained import load_pretrained
+from tapereel.agents.engines.embedded import load_pretrained
 from tapereel.envs.load_named import load_named
-from tapereel.tapes.store.run_directory import METRICS, read_metrics
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import METRICS, Store, read_metrics
 
 from ...cli.lab import SCENE, settings
 from ...cli.world import EXAMPLE

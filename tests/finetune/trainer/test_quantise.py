@@ -12,13 +12,13 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from bitsandbytes.nn import Linear4bit
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-from tapereel.agents.engines.embedded.pretrained import Dtype, load_pretrained, load_weights, weights_digest
-from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
+from tapereel.agents.engines.embedded import load_pretrained, weights_digest
+from tapereel.agents.engines.embedded.pretrained import Dtype, load_weights
+from tapereel.agents.engines.weights import AdapterConfig, add_adapters
+from tapereel.finetune import TrainConfig
 from tapereel.finetune.api.estimate import estimate
-from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.finetune.trainer.logprobs import score
-from tapereel.finetune.trainer.options import fitted
-from tapereel.tapes.common.config import load_config
+from tapereel.finetune.trainer import fitted, score
+from tapereel.tapes.common import load_config
 from tapereel.tapes.errors import UsageError
 
 from ..build import batch

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from tapereel.finetune.objective import Sums
-from tapereel.finetune.trainer.logprobs import forward
+from tapereel.finetune.trainer import DataParallelRanks, Ranks, forward
 from tapereel.finetune.trainer.micro_batches import Micro
-from tapereel.finetune.trainer.ranks import DataParallelRanks, Ranks
 from tapereel.finetune.trainer.updates import share
 
 from ...agents.engines.embedded.odd_weights import odd_weights

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapereel.finetune.objective import Score
+from tapereel.finetune.trainer import forward, plan, score
 from tapereel.finetune.trainer import lm_head as head
-from tapereel.finetune.trainer.logprobs import UnsupportedModel, forward, plan, score
+from tapereel.finetune.trainer.logprobs import UnsupportedModel
 
 from ..build import VOCABULARY, ledger, row, tiny_model
 

@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tapereel.agents.engines.embedded.pretrained import weights_digest
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
-from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
-from tapereel.finetune.trainer.checkpoint import (
-    BadCheckpoint,
-    copied_weights,
-    read_checkpoint,
-    save_checkpoint,
-)
+from tapereel.agents.engines.embedded import char_tokenizer, weights_digest
+from tapereel.agents.engines.embedded.tiny_model import tiny_model
+from tapereel.agents.engines.weights import AdapterConfig, add_adapters
+from tapereel.finetune.trainer import copied_weights, save_checkpoint
+from tapereel.finetune.trainer.checkpoint import BadCheckpoint, read_checkpoint
 
 
 def test_a_tied_weight_is_copied_once():

@@ -10,15 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from tapereel.finetune.data.stream import BadBatch
+from tapereel.finetune import OptimiserConfig, Trainer
+from tapereel.finetune.data import BadBatch
 from tapereel.finetune.objective import Context
 from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.logprobs import score
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.schedule import Schedule
-from tapereel.finetune.trainer.trainer import Trainer
-from tapereel.finetune.trainer.updates import Division
+from tapereel.finetune.trainer import Division, Schedule, score
 
 from ..build import batch, episode, exact, ledger, row, tiny_model
 

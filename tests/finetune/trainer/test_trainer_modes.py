@@ -9,14 +9,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from tapereel.finetune.data.rows import Row
-from tapereel.finetune.data.stream import BadBatch, Stream
+from tapereel.finetune import Critic, CriticTrainer, OptimiserConfig, Row, Stream, Trainer
+from tapereel.finetune.data import BadBatch
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.trainer.critic import Critic, CriticTrainer
-from tapereel.finetune.trainer.logprobs import UnsupportedModel, score
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.reference import EarlierWeights
-from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.finetune.trainer import EarlierWeights, score
+from tapereel.finetune.trainer.logprobs import UnsupportedModel
 
 from ..build import batch, episode, gradient, mixture, row, same, tiny_model
 

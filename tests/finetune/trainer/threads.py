@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tapereel.finetune.trainer.ranks import Ranks
+from tapereel.finetune.trainer import Ranks
 
 T = TypeVar("T")
 

@@ -25,20 +25,22 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tapereel.agents.engines.embedded.pretrained import earlier_digest, in_rows, weights_digest
-from tapereel.finetune.data.rows import Row
-from tapereel.finetune.data.stream import Episode
+from tapereel.agents.engines.embedded import weights_digest
+from tapereel.agents.engines.embedded.pretrained import earlier_digest, in_rows
+from tapereel.finetune import Critic, CriticTrainer, Episode, OptimiserConfig, Row, Trainer, UpdateStats
 from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.run.load_policy import freeze
-from tapereel.finetune.trainer.checkpoint import save_checkpoint
-from tapereel.finetune.trainer.critic import Critic, CriticTrainer
-from tapereel.finetune.trainer.distributed import Processes
-from tapereel.finetune.trainer.options import OptimiserConfig
-from tapereel.finetune.trainer.ranks import DataParallelRanks, Ranks, ShardedRanks, shared_digest
-from tapereel.finetune.trainer.reference import EarlierWeights
-from tapereel.finetune.trainer.trainer import Trainer, UpdateStats
-from tapereel.finetune.trainer.updates import Division
-from tapereel.tapes.records import Status
+from tapereel.finetune.run import freeze
+from tapereel.finetune.trainer import (
+    DataParallelRanks,
+    Division,
+    EarlierWeights,
+    Processes,
+    Ranks,
+    ShardedRanks,
+    save_checkpoint,
+)
+from tapereel.finetune.trainer.ranks import shared_digest
+from tapereel.tapes import Status
 
 from ...agents.engines.embedded.odd_weights import odd_weights
 from ..build import batch, mixture, tiny_model

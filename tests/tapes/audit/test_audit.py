@@ -15,31 +15,15 @@ from hypothesis import strategies as st
 
 from tapereel.cli import main
 from tapereel.cli.console import Exit
+from tapereel.tapes import Action, Answer, Call, Cause, CauseType, NotATape, Status, Tape, Task, Text
 from tapereel.tapes.arrays import floats, ints
-from tapereel.tapes.audit.auditor import INHERITED, Anomaly, Audit, AuditFold, audit_run
-from tapereel.tapes.errors import NotATape
-from tapereel.tapes.records import (
-    Attempt,
-    Begin,
-    Call,
-    Cause,
-    CauseType,
-    End,
-    Identity,
-    Parent,
-    Record,
-    Reward,
-    Status,
-    Task,
-    Usage,
-    Use,
-)
-from tapereel.tapes.steps import Action, Answer, Text
+from tapereel.tapes.audit import audit_run
+from tapereel.tapes.audit.auditor import INHERITED, Anomaly, Audit, AuditFold
+from tapereel.tapes.records import Attempt, Begin, End, Identity, Parent, Record, Reward, Usage, Use
+from tapereel.tapes.store import Store, peek
 from tapereel.tapes.store.books import bucket
-from tapereel.tapes.store.segment import peek
-from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.summary import read_facts
-from tapereel.tapes.tape import Tape, step_record
+from tapereel.tapes.tape import step_record
 
 
 class Look(Action, kind="audit_look"):

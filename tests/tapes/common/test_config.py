@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, model_validator
 
+from tapereel.tapes.common import Config, ConfigError, dump_config, load_config, write_yaml
 from tapereel.tapes.common.arguments import NO_LONE
-from tapereel.tapes.common.config import Config, ConfigError, Setting, config_keys, dump_config, load_config
-from tapereel.tapes.common.config_yaml import LARGEST, YamlProblem, read_value, read_yaml, write_yaml
+from tapereel.tapes.common.config import Setting, config_keys
+from tapereel.tapes.common.config_yaml import LARGEST, YamlProblem, read_value, read_yaml
 from tapereel.tapes.errors import UsageError
 
 

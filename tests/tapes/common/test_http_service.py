@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import aiohttp
 import pytest
 
-from tapereel.tapes.common.http_service import BODY, HttpService, web
+from tapereel.tapes.common import HttpService
+from tapereel.tapes.common.http_service import BODY, web
 from tapereel.tapes.common.request_checks import names_server
 from tapereel.tapes.errors import UsageError
 

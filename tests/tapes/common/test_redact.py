@@ -9,7 +9,8 @@ import pytest
 from tapereel.agents import ScriptedEngine, rollout
 from tapereel.envs import Environment
 from tapereel.tapes import Task
-from tapereel.tapes.common.redact import HIDDEN, without_secrets
+from tapereel.tapes.common import HIDDEN
+from tapereel.tapes.common.redact import without_secrets
 from tapereel.tapes.errors import error_message
 
 from ...attack.faulty import Player

@@ -9,7 +9,7 @@ import pytest
 from tapereel.tapes import errors as remedies
 from tapereel.tapes.audit.climb import Climb
 from tapereel.tapes.errors import Command, offer, remedy
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 from tapereel.tapes.view.overview import checks, next_commands
 
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-from tapereel.tapes.store.disk import Disk
+from tapereel.tapes.store import Disk
 
 
 class Deadly(Disk):

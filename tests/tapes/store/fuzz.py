@@ -18,13 +18,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tapereel.tapes.errors import TapereelError
+from tapereel.tapes import TapereelError
 from tapereel.tapes.schema import parse_record
-from tapereel.tapes.store import reader
+from tapereel.tapes.store import encode_line, peek, reader
 from tapereel.tapes.store.books import BooksFold
 from tapereel.tapes.store.index import Index
 from tapereel.tapes.store.reader import SegmentReader
-from tapereel.tapes.store.segment import encode_line, parse_line, peek
+from tapereel.tapes.store.segment import parse_line
 
 from .lab import Lab
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapereel.tapes.errors import NotATape
+from tapereel.tapes import NotATape
 from tapereel.tapes.records import Use, Void
 from tapereel.tapes.store.books import PLACES, Books, BooksFold, spent
 from tapereel.tapes.store.ledger import Lineages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from .crash import RUN, Enumerator, steady
 from .killers import failed_sync, live_writer, stale_tail

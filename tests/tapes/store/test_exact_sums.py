@@ -10,7 +10,7 @@ import pytest
 
 from tapereel.agents.runs.pass_at_k import evaluate_rewards
 from tapereel.envs.curriculum import pass_rates
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from .lab import Lab
 

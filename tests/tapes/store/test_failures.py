@@ -19,13 +19,9 @@ from typing import Any
 
 import pytest
 
-from tapereel.tapes.errors import Corrupt, StoreFailed
+from tapereel.tapes import Corrupt, Status, StoreFailed
 from tapereel.tapes.journal import Durability
-from tapereel.tapes.records import Status
-from tapereel.tapes.store import writer
-from tapereel.tapes.store.disk import Disk
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import Disk, Store, verify, writer
 
 from .lab import Lab
 

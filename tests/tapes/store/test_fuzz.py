@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tapereel.tapes.errors import NotATape
+from tapereel.tapes import NotATape
 from tapereel.tapes.schema import parse_record
+from tapereel.tapes.store import peek
 from tapereel.tapes.store import reader as reader_module
-from tapereel.tapes.store.segment import BadLine, parse_line, peek, read_body
+from tapereel.tapes.store.segment import BadLine, parse_line, read_body
 
 from . import fuzz
 

@@ -14,11 +14,8 @@ from typing import Any
 
 import pytest
 
-from tapereel.tapes.errors import Corrupt
-from tapereel.tapes.store import verify_tape
-from tapereel.tapes.store.segment import encode_line
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes import Corrupt
+from tapereel.tapes.store import Store, encode_line, verify, verify_tape
 
 GOLDEN = Path(__file__).parent / "golden"
 EXPECTED: dict[str, Any] = json.loads((GOLDEN / "expected.json").read_text())

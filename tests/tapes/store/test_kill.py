@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import Store, verify
 
 from .lab import Lab
 

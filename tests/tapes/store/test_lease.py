@@ -21,11 +21,9 @@ import pytest
 
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.records import Lead, Use
+from tapereel.tapes.store import Disk, Lease, LeaseLost, Store, end_lease, verify
 from tapereel.tapes.store import lease as lease_module
-from tapereel.tapes.store.disk import Disk
-from tapereel.tapes.store.lease import Lease, LeaseLost, end_lease, read_leads
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store.lease import read_leads
 
 from .lab import Lab
 

@@ -9,10 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tapereel.tapes.records import Parent, Status
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
-from tapereel.tapes.tape import Tape
+from tapereel.tapes import Status, Tape
+from tapereel.tapes.records import Parent
+from tapereel.tapes.store import Store, verify
 
 from .crash import RUN
 from .lab import Clock, Lab

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.tapes.store.disk import Disk
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import Disk, Store, verify
 
 from .lab import Lab
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tapereel.tapes.errors import Corrupt, NoSuchTape, NotATape, StoreFailed, UsageError
-from tapereel.tapes.records import Parent, Reward, Status, Void
+from tapereel.tapes import Corrupt, NotATape, Status, StoreFailed
+from tapereel.tapes.errors import NoSuchTape, UsageError
+from tapereel.tapes.records import Parent, Reward, Void
+from tapereel.tapes.store import Store, verify
 from tapereel.tapes.store.disk import REAL, put_file
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
 
 from .lab import Lab
 from .synced import Synced

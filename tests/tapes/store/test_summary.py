@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic_core import to_json
 
-from tapereel.tapes import Answer
-from tapereel.tapes.records import Call
+from tapereel.tapes import Answer, Call
 from tapereel.tapes.store import summary
 from tapereel.tapes.tape import step_record
 

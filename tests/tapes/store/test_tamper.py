@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 from pydantic_core import from_json, to_json
 
-from tapereel.tapes.store import verify_tape
+from tapereel.tapes.store import Store, verify, verify_tape
 from tapereel.tapes.store.reader import PINS
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
 
 from .crash import RUN
 from .lab import Lab

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from tapereel.tapes.errors import UsageError
-from tapereel.tapes.store import verifier
+from tapereel.tapes.store import Store, verifier, verify
 from tapereel.tapes.store.segment import BadLine
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import VerifierDied, verify
+from tapereel.tapes.store.verifier import VerifierDied
 from tapereel.tests.tapes.store.deadly import Deadly
 
 from .crash import RUN

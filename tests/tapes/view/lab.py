@@ -7,35 +7,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tapereel.tapes.arrays import floats, ints
-from tapereel.tapes.pictures import MediaReference
-from tapereel.tapes.records import (
-    Attempt,
-    Begin,
+from tapereel.tapes import (
+    Answer,
     Call,
     Cause,
-    End,
-    Identity,
-    Parent,
-    Reward,
-    Sampling,
-    StepRecord,
-    Task,
-    Tools,
-    Use,
-)
-from tapereel.tapes.steps import (
-    Answer,
+    MediaReference,
     Observation,
     ParseError,
     Reasoning,
+    Sampling,
+    Task,
     Text,
     ToolCall,
     ToolCalls,
     ToolResult,
     ToolResults,
 )
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.arrays import floats, ints
+from tapereel.tapes.records import Attempt, Begin, End, Identity, Parent, Reward, StepRecord, Tools, Use
+from tapereel.tapes.store import Store
 
 WEIRD = "\u202eright to left\u202c \x1b[31mred\x1b[0m \u200b\ufeff\U000e0041"
 HOSTILE = f'<script>window.pwned = 1</script><img src=x onerror="window.pwned = 1"> [a](javascript:pwned) {WEIRD}'

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tapereel.tapes.records import Cause, Use
-from tapereel.tapes.steps import ToolCall, ToolCalls, ToolResult, ToolResults
-from tapereel.tapes.store.run_directory import CONFIG, METRICS, RESULTS
-from tapereel.tapes.store.store import Store
+from tapereel.tapes import Cause, ToolCall, ToolCalls, ToolResult, ToolResults
+from tapereel.tapes.records import Use
+from tapereel.tapes.store import CONFIG, METRICS, Store
+from tapereel.tapes.store.run_directory import RESULTS
 
 from .lab import Recording
 

@@ -9,9 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tapereel.tapes.view import RunView
-from tapereel.tapes.view.runs import Runs
-from tapereel.tapes.view.view_server import Server
+from tapereel.tapes.view import Runs, RunView, Server
 
 from ...finetune.loop.hosting import in_thread
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tapereel.agents import ScriptedEngine, rollout
-from tapereel.tapes import Task
-from tapereel.tapes.audit.verdict import verified
+from tapereel.tapes import Picture, Task, Video
+from tapereel.tapes.audit import verified
 from tapereel.tapes.common.run_async import run_async
-from tapereel.tapes.pictures import Picture, Video, pictures_of
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.pictures import pictures_of
+from tapereel.tapes.store import Store
 
 from ...agents.episode.test_seeing import Player, played
 from ...agents.episode.test_seeing_tokens import Babbler

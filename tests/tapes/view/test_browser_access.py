@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tapereel.cli.look.view import _compare
-from tapereel.tapes.view.runs import Runs
+from tapereel.tapes.view import Runs
 
 from ...contract.npm_mcp import AXE
 from .library import library_folder

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from tapereel.tapes.records import Constraint
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.view import RunView
-from tapereel.tapes.view.bundle import write_view
+from tapereel.tapes.store import Store
+from tapereel.tapes.view import RunView, write_view
 
 from ...front.making import sampled_tape
 from .lab import HOSTILE, hostile_run, long_run, training_run, wide_run

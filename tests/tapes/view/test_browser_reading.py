@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from tapereel.cli.look.view import _compare
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.view import RunView
-from tapereel.tapes.view.runs import Runs
+from tapereel.tapes.store import Store
+from tapereel.tapes.view import Runs, RunView
 
 from .lab import HOSTILE, Recording, episode, wide_run
 from .library import Librarian, library_folder

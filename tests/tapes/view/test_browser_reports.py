@@ -12,12 +12,10 @@ import pytest
 
 from tapereel.cli import main
 from tapereel.envs.load_named import load_named
-from tapereel.tapes.pictures import Picture
+from tapereel.tapes import Observation, Picture
 from tapereel.tapes.records import StepRecord
-from tapereel.tapes.steps import Observation
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.view import RunView, run_view
-from tapereel.tapes.view.bundle import write_view
+from tapereel.tapes.store import Store
+from tapereel.tapes.view import RunView, run_view, write_view
 
 from .lab import Recording, episode, long_run, training_run
 from .serving import served

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tapereel.cli.look.view import _compare
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.view.runs import Runs
+from tapereel.tapes.store import Store
+from tapereel.tapes.view import Runs
 
 from .lab import episode, growing, hostile_run, training_run
 from .serving import serving_view

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tapereel.tapes.common.http_service import Handler, HttpService, web
-from tapereel.tapes.view.view_server import Server
+from tapereel.tapes.common import HttpService
+from tapereel.tapes.common.http_service import Handler, web
+from tapereel.tapes.view import Server
 
 from ...attack.test_servers import NAMES, routes, up
 from ...finetune.loop.hosting import in_thread

@@ -12,10 +12,9 @@ import pytest
 import tapereel as tr
 from tapereel.cli import main
 from tapereel.cli.console import Exit
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.view import RunView, bundle
-from tapereel.tapes.view.bundle import report_of, write_view
-from tapereel.tapes.view.overview import overview_of
+from tapereel.tapes.store import Store
+from tapereel.tapes.view import RunView, bundle, overview_of, write_view
+from tapereel.tapes.view.bundle import report_of
 
 from ...front.pages import data_of
 from .lab import Recording, hostile_run, long_run

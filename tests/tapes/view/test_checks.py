@@ -10,21 +10,12 @@ from typing import Any
 import pytest
 
 from tapereel.cli import main
+from tapereel.tapes.audit import Likely, Verdict, Verdicts, verified
 from tapereel.tapes.audit.auditor import _replayed
-from tapereel.tapes.audit.verdict import (
-    Divergence,
-    Likely,
-    Verdict,
-    Verdicts,
-    diverged,
-    unverifiable,
-    verified,
-)
+from tapereel.tapes.audit.verdict import Divergence, diverged, unverifiable
 from tapereel.tapes.audit.verdict_files import FOLDER, Checks, keep_verdicts
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
-from tapereel.tapes.view import RunView
-from tapereel.tapes.view.bundle import write_view
+from tapereel.tapes.store import Store, verify
+from tapereel.tapes.view import RunView, write_view
 
 from ...cli.lab import NEXT, SCENE, answer_of, settings
 from ...front.pages import data_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import tapereel as tr
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 from tapereel.tapes.view import RunView
 from tapereel.tapes.view.gist import LONGEST, Gist, gist_of
 

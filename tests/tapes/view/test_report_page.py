@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
+from tapereel.tapes.view import overview_of
 from tapereel.tapes.view.bundle import write_report
-from tapereel.tapes.view.overview import overview_of
 
 from ...front.pages import EVIL, empty_run, overview_with
 from .lab import hostile_run

@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from tapereel.tapes import Observation, Picture, Video
 from tapereel.tapes.errors import NoSuchTape, remedy
 from tapereel.tapes.steps import _registry
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 from tapereel.tapes.view import RunView
 from tapereel.tapes.view.overview import DIED
 from tapereel.tapes.view.run_view import PAGE, PIECE

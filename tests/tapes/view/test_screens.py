@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from tapereel.cli.look.view import _compare
-from tapereel.tapes.view.runs import Runs
+from tapereel.tapes.view import Runs
 
 from .conftest import WATCH
 from .library import library_folder

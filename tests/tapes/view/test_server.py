@@ -13,7 +13,7 @@ import pytest
 
 from tapereel.cli import main
 from tapereel.cli.console import Exit
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 from tapereel.tapes.view import RunView
 from tapereel.tapes.view.bundle import SCRIPTS, static_files
 

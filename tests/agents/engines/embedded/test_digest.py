@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tapereel.agents.engines.embedded.pretrained import earlier_digest, in_rows, piece_digests, weights_digest
+from tapereel.agents.engines.embedded import weights_digest
+from tapereel.agents.engines.embedded.pretrained import earlier_digest, in_rows, piece_digests
 
 from ....oracles import weights_digest as slow
 from .odd_weights import odd_weights

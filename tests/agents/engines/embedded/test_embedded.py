@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.agents.engines.engine import Completion, EngineError, PromptTooLong, require
+from tapereel.agents import Completion, EmbeddedEngine, EngineError, PromptTooLong
+from tapereel.agents.engines.engine import require
 from tapereel.tapes.arrays import ints
 from tapereel.tapes.errors import UsageError
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tapereel.agents.engines.engine import Completion, Request
+from tapereel.agents import Completion, Request
 
 from ...embedded_lab import FAMILIES, ask, assert_faithful, decoder, engine, prompt_of, recompute, until, worst
 

@@ -19,20 +19,15 @@ import pytest
 import torch
 from PIL import Image
 
-from tapereel.agents import LLM, agent
-from tapereel.agents.engines.embedded import batch, engine_caches
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.agents.engines.embedded.kv_cache import SlotDecoder, UnsupportedModel
-from tapereel.agents.engines.embedded.pretrained import Pretrained, load_pretrained
-from tapereel.agents.engines.engine import Completion, EngineError, Request
-from tapereel.agents.episode.rollout import rollout
-from tapereel.agents.rendering.renderer import Rendered, Renderer, Track
-from tapereel.agents.setup.engine_config import EmbeddedConfig, make_engine
-from tapereel.agents.vision.tiny_vision import save_tiny_vision
-from tapereel.tapes import Answer, Tape
+from tapereel.agents import LLM, Completion, EmbeddedEngine, EngineError, Request, agent, rollout
+from tapereel.agents.engines.embedded import Pretrained, SlotDecoder, batch, engine_caches, load_pretrained
+from tapereel.agents.engines.embedded.kv_cache import UnsupportedModel
+from tapereel.agents.rendering import Rendered, Renderer, Track
+from tapereel.agents.setup import EmbeddedConfig, make_engine
+from tapereel.agents.vision import save_tiny_vision
+from tapereel.tapes import Answer, Message, Sampling, Tape
 from tapereel.tapes.arrays import ints
 from tapereel.tapes.places import Place
-from tapereel.tapes.records import Message, Sampling
 
 from ...embedded_lab import decoder, until
 from ...picture_worlds import Corners

@@ -14,8 +14,9 @@ import pytest
 import torch
 import transformers as hf
 
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.agents.engines.embedded.kv_cache import SlotDecoder, UnsupportedModel
+from tapereel.agents import EmbeddedEngine
+from tapereel.agents.engines.embedded import SlotDecoder
+from tapereel.agents.engines.embedded.kv_cache import UnsupportedModel
 
 from ...embedded_lab import FAMILIES, SHAPE, VOCABULARY, decoder, plain_logits, prompt_of
 

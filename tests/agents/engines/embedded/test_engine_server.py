@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.engines.embedded.embedded_server import EngineServer
-from tapereel.agents.engines.engine import Completion, EngineStopped
+from tapereel.agents import Completion
+from tapereel.agents.engines import EngineStopped
+from tapereel.agents.engines.embedded import EngineServer
+from tapereel.agents.engines.servers import Generate, RemoteEngine
 from tapereel.agents.engines.servers.connect import connect, probe
-from tapereel.agents.engines.servers.server_engine import RemoteEngine
-from tapereel.agents.engines.servers.vllm import Generate
-from tapereel.agents.engines.transport.http_channel import Server, ServerFailed
+from tapereel.agents.engines.transport import Server, ServerFailed
+from tapereel.agents.engines.weights import VLLMReload
 from tapereel.agents.engines.weights.weight_files import write_weights
-from tapereel.agents.engines.weights.weight_sync import VLLMReload
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ....finetune.loop.lab import RENDERER, WORDS, assert_books_close, history_in, loop_in, settings_of, tasks
 from ...embedded_lab import worst

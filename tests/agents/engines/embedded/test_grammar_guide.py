@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from benchmarks.forms import answers, drawn_schemas, nested_schema
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
+from tapereel.agents import Completion, EmbeddedEngine, Request
+from tapereel.agents.engines.embedded import char_tokenizer
 from tapereel.agents.engines.embedded.grammar_guide import Guides
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
-from tapereel.agents.engines.engine import Completion, GrammarRefused, Request
+from tapereel.agents.engines.embedded.tiny_model import tiny_model
+from tapereel.agents.engines.engine import GrammarRefused
+from tapereel.agents.rendering import Renderer
 from tapereel.agents.rendering.answer_grammar import Alternative, answer_grammar
-from tapereel.agents.rendering.renderer import Renderer
 from tapereel.tapes import Sampling
 from tapereel.tapes.records import Constraint
 

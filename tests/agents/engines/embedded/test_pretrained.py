@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tapereel.agents.engines.embedded.pretrained import emptied, fill, load_pretrained, weights_digest
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
+from tapereel.agents.engines.embedded import char_tokenizer, load_pretrained, weights_digest
+from tapereel.agents.engines.embedded.pretrained import emptied, fill
+from tapereel.agents.engines.embedded.tiny_model import tiny_model
 from tapereel.agents.engines.weights.weight_files import write_tensors
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"

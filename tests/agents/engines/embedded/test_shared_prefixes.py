@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
+from tapereel.agents import Completion, EmbeddedEngine, Request
+from tapereel.agents.engines.embedded import SlotDecoder
 from tapereel.agents.engines.embedded.batch import Batch, Generation, Stats
-from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.agents.engines.embedded.kv_cache import SlotDecoder
-from tapereel.agents.engines.engine import Completion, Request
 
 from ...embedded_lab import ask, assert_faithful, decoder, engine, prompt_of, until
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tapereel.agents.engines.embedded.tiny_model import ALPHABET, SPECIAL, char_tokenizer, tiny_model
+from tapereel.agents.engines.embedded import char_tokenizer
+from tapereel.agents.engines.embedded.tiny_model import ALPHABET, SPECIAL, tiny_model
 
 
 def test_every_character_is_one_token_and_comes_back() -> None:

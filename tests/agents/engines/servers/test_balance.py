@@ -15,16 +15,11 @@ import pytest
 import torch
 from aiohttp import web
 
-from tapereel.agents import rollout
-from tapereel.agents.engines.engine import EngineError, Request
-from tapereel.agents.engines.servers import health
-from tapereel.agents.engines.servers.server_engine import RemoteEngine
-from tapereel.agents.engines.servers.sglang import SGLangGenerate
-from tapereel.agents.engines.servers.vllm import Chat, Completions, Generate
-from tapereel.agents.engines.transport import absence, http_channel
-from tapereel.agents.engines.transport.http_channel import Server
-from tapereel.agents.engines.transport.wire import BadAnswer, Dialect
-from tapereel.agents.engines.weights.weight_sync import PublishFailed
+from tapereel.agents import EngineError, Request, rollout
+from tapereel.agents.engines.servers import Chat, Completions, Generate, RemoteEngine, SGLangGenerate, health
+from tapereel.agents.engines.transport import BadAnswer, Server, absence, http_channel
+from tapereel.agents.engines.transport.wire import Dialect
+from tapereel.agents.engines.weights import PublishFailed
 from tapereel.tapes import CauseType, Sampling
 
 from ....finetune.loop.lab import Letters, Speaker

@@ -16,12 +16,12 @@ import torch
 from aiohttp import web
 from pydantic import ValidationError
 
-from tapereel.agents.engines.engine import EngineError, EngineStopped, Request
-from tapereel.agents.engines.servers import fleet
+from tapereel.agents import EngineError, Request
+from tapereel.agents.engines import EngineStopped
+from tapereel.agents.engines.servers import RemoteEngine, fleet
 from tapereel.agents.engines.servers.connect import connect
 from tapereel.agents.engines.servers.server_config import addresses
-from tapereel.agents.engines.servers.server_engine import RemoteEngine
-from tapereel.agents.engines.weights.weight_sync import PublishFailed
+from tapereel.agents.engines.weights import PublishFailed
 from tapereel.cli import main
 from tapereel.tapes.errors import UsageError
 

@@ -7,13 +7,13 @@ import json
 from array import array
 from typing import Any
 
-from tapereel.agents.engines.embedded.embedded_server import EngineServer
-from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
-from tapereel.agents.engines.engine import Request
+from tapereel.agents import Request
+from tapereel.agents.engines.embedded import EngineServer, char_tokenizer
+from tapereel.agents.engines.embedded.tiny_model import tiny_model
+from tapereel.agents.engines.servers import Completions, Generate
 from tapereel.agents.engines.servers.connect import connect
-from tapereel.agents.engines.servers.vllm import Completions, Generate
+from tapereel.agents.rendering import Renderer
 from tapereel.agents.rendering.answer_grammar import Alternative
-from tapereel.agents.rendering.renderer import Renderer
 from tapereel.tapes import Sampling
 
 from ...served import servers

@@ -25,17 +25,16 @@ import pytest
 from aiohttp import web
 from pydantic import Field, ValidationError
 
-from tapereel.agents import LLM, Agent, rollout
-from tapereel.agents.engines.engine import EngineError
-from tapereel.agents.engines.servers.litellm_engine import LiteLLMEngine
-from tapereel.agents.engines.transport.http_channel import Server
+from tapereel.agents import LLM, Agent, EngineError, rollout
+from tapereel.agents.engines.servers import LiteLLMEngine
+from tapereel.agents.engines.transport import Server
 from tapereel.cli import main
 from tapereel.envs import Environment, Outcome
 from tapereel.envs.load_named import load_named
 from tapereel.tapes import Answer, Tape, Text
-from tapereel.tapes.common.config import Config
-from tapereel.tapes.common.redact import HIDDEN, hide, holds_secret, names_secret, without_secrets
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.common import HIDDEN, Config
+from tapereel.tapes.common.redact import hide, holds_secret, names_secret, without_secrets
+from tapereel.tapes.store import Store
 
 from ....cli.lab import SCENE, settings
 from ....cli.world import EXAMPLE

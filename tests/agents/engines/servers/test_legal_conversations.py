@@ -19,10 +19,10 @@ from openai.types.chat import ChatCompletionMessageParam
 from pydantic import TypeAdapter
 
 from tapereel.agents import LLM, Agent, ChatAgent, agent, delegate, rollout
-from tapereel.agents.engines.servers.litellm_engine import LiteLLMEngine
+from tapereel.agents.engines.servers import LiteLLMEngine
 from tapereel.agents.engines.transport.wire import NOT_MADE
 from tapereel.envs import Environment, Outcome
-from tapereel.envs.adapters.tools import ToolEnvironment
+from tapereel.envs.adapters import ToolEnvironment
 from tapereel.tapes import Action, Answer, Status, Tape, Task, ToolCalls
 
 from ....finetune.loop.hosting import in_thread

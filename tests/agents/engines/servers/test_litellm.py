@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import ChatAgent, ReplayEngine, ScriptedEngine, rollout
-from tapereel.agents.engines.engine import EngineError, EngineStopped, PromptTooLong, Request
-from tapereel.agents.engines.servers.litellm_engine import HostedFailed, LiteLLMEngine
+from tapereel.agents import ChatAgent, EngineError, PromptTooLong, ReplayEngine, Request, ScriptedEngine, rollout
+from tapereel.agents.engines import EngineStopped
+from tapereel.agents.engines.servers import LiteLLMEngine
+from tapereel.agents.engines.servers.litellm_engine import HostedFailed
 from tapereel.agents.engines.transport.proxies import past_proxies
-from tapereel.agents.runs.judge import judge_reward
+from tapereel.agents.runs import judge_reward
 from tapereel.cli import main
 from tapereel.envs import Environment, Outcome, Rewards
 from tapereel.envs.load_named import load_named
-from tapereel.finetune.data.rows import rows
+from tapereel.finetune import rows
 from tapereel.tapes import Action, CauseType, Sampling, Status, Tape, Text, ToolCalls, ToolResult, ToolResults
-from tapereel.tapes.common.redact import HIDDEN
-from tapereel.tapes.store.run_directory import CONFIG
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.common import HIDDEN
+from tapereel.tapes.store import CONFIG, Store
 
 from ....cli.lab import MICRO, SCENE, settings
 from ....cli.world import EXAMPLE

@@ -18,14 +18,12 @@ import torch
 from aiohttp import web
 from torch._C._distributed_c10d import TCPStore
 
-from tapereel.agents.engines.engine import EngineStopped
-from tapereel.agents.engines.servers import fleet
+from tapereel.agents.engines import EngineStopped
+from tapereel.agents.engines.servers import Broadcast, RemoteEngine, fleet
 from tapereel.agents.engines.servers.connect import connect
-from tapereel.agents.engines.servers.server_config import Broadcast
-from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.transport.http_channel import free_port
+from tapereel.agents.engines.weights import PublishFailed
 from tapereel.agents.engines.weights import weight_transfer as transfer
-from tapereel.agents.engines.weights.weight_sync import PublishFailed
 from tapereel.envs.blocking import in_thread
 
 from ....finetune.loop.lab import RENDERER

@@ -22,13 +22,12 @@ import pytest
 from aiohttp import web
 from PIL import Image
 
-from tapereel.agents.engines.embedded.pretrained import load_pictures, load_tokenizer
-from tapereel.agents.engines.engine import EngineError, Request
+from tapereel.agents import EngineError, Request
+from tapereel.agents.engines.embedded import load_pictures, load_tokenizer
+from tapereel.agents.engines.servers import RemoteEngine
 from tapereel.agents.engines.servers.connect import connect
-from tapereel.agents.engines.servers.server_engine import RemoteEngine
-from tapereel.agents.rendering.renderer import Renderer
-from tapereel.agents.vision.tiny_vision import save_tiny_vision
-from tapereel.agents.vision.vision import UnsupportedVision
+from tapereel.agents.rendering import Renderer
+from tapereel.agents.vision import UnsupportedVision, save_tiny_vision
 from tapereel.tapes import Picture, Sampling
 from tapereel.tapes.messages import image_of
 

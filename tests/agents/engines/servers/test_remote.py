@@ -13,16 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from tapereel.agents import rollout
-from tapereel.agents.engines.engine import Completion, EngineError, EngineStopped, PromptTooLong, Request
+from tapereel.agents import Completion, EngineError, PromptTooLong, Request, rollout
+from tapereel.agents.engines import EngineStopped
+from tapereel.agents.engines.servers import Completions, Generate, LocalServer, RemoteEngine, SGLangGenerate
 from tapereel.agents.engines.servers.connect import connect
-from tapereel.agents.engines.servers.launch import LocalServer
-from tapereel.agents.engines.servers.server_engine import RemoteEngine
-from tapereel.agents.engines.servers.sglang import SGLangGenerate
-from tapereel.agents.engines.servers.vllm import Completions, Generate
-from tapereel.agents.engines.transport.http_channel import Server, ServerFailed
-from tapereel.agents.engines.transport.wire import BadAnswer
-from tapereel.agents.engines.weights.weight_sync import PublishFailed
+from tapereel.agents.engines.transport import BadAnswer, Server, ServerFailed
+from tapereel.agents.engines.weights import PublishFailed
 from tapereel.tapes import CauseType, Sampling, Status
 
 from ....finetune.loop.lab import RENDERER, Letters, Speaker

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tapereel.agents.engines.engine import EngineError
-from tapereel.agents.engines.servers.launch import LocalServer
+from tapereel.agents import EngineError
+from tapereel.agents.engines.servers import LocalServer
 from tapereel.cli import main
 
 pytestmark = pytest.mark.timeout(120)

@@ -16,21 +16,20 @@ import pytest
 import torch
 from aiohttp import web
 
+from tapereel.agents import EngineError
+from tapereel.agents.engines import EngineStopped
 from tapereel.agents.engines.embedded.tiny_model import tiny_model
-from tapereel.agents.engines.engine import EngineError, EngineStopped
+from tapereel.agents.engines.servers import Broadcast, LocalServer, RemoteEngine
 from tapereel.agents.engines.servers.connect import DIFFERENT, connect
 from tapereel.agents.engines.servers.health import Wellness
-from tapereel.agents.engines.servers.launch import LocalServer, flags_of, lora_flags
+from tapereel.agents.engines.servers.launch import flags_of, lora_flags
 from tapereel.agents.engines.servers.lora_servers import AdapterEngine, adapters_in, write_adapter
-from tapereel.agents.engines.servers.server_config import Broadcast
-from tapereel.agents.engines.servers.server_engine import RemoteEngine
-from tapereel.agents.engines.transport.http_channel import Server
-from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
-from tapereel.agents.engines.weights.weight_sync import PublishFailed
+from tapereel.agents.engines.transport import Server
+from tapereel.agents.engines.weights import AdapterConfig, PublishFailed, add_adapters
 from tapereel.agents.engines.weights.weight_transfer import port_at, update_info, worker_infos
-from tapereel.agents.setup.engine_config import ServerConfig
+from tapereel.agents.setup import ServerConfig
 from tapereel.cli import main
-from tapereel.tapes.errors import MissingExtra
+from tapereel.tapes import MissingExtra
 
 from ....finetune.loop.lab import RENDERER, WORDS
 from ...faulty import FaultyServer, Mortal, dropped, status

@@ -17,16 +17,17 @@ import pytest
 import torch
 from aiohttp import web
 
-from tapereel.agents.engines.engine import Completion, EngineError, Request
-from tapereel.agents.engines.servers import fleet
+from tapereel.agents import Completion, EngineError, Request
+from tapereel.agents.engines.servers import RemoteEngine, SGLangGenerate, fleet
 from tapereel.agents.engines.servers.connect import connect
-from tapereel.agents.engines.servers.server_engine import RemoteEngine
-from tapereel.agents.engines.servers.sglang import ALL, SGLangGenerate
-from tapereel.agents.engines.weights.weight_sync import PublishFailed, PublishMode
-from tapereel.agents.setup.engine_config import ServerConfig
-from tapereel.finetune.loop.loop_config import LoopConfig
-from tapereel.finetune.run.player_config import TrainerConfig, check_engine
-from tapereel.tapes.records import Sampling
+from tapereel.agents.engines.servers.sglang import ALL
+from tapereel.agents.engines.weights import PublishFailed
+from tapereel.agents.engines.weights.weight_sync import PublishMode
+from tapereel.agents.setup import ServerConfig
+from tapereel.finetune import LoopConfig
+from tapereel.finetune.run import TrainerConfig
+from tapereel.finetune.run.player_config import check_engine
+from tapereel.tapes import Sampling
 
 from ....finetune.loop.lab import RENDERER
 from ...faulty import FaultyServer, listening

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tapereel.agents.engines.engine import Request
-from tapereel.agents.engines.servers.vllm import Chat
+from tapereel.agents import Request
+from tapereel.agents.engines.servers import Chat
+from tapereel.agents.engines.transport import BadAnswer
 from tapereel.agents.engines.transport.sse import LONGEST, ChunkStream, Events
-from tapereel.agents.engines.transport.wire import BadAnswer
-from tapereel.tapes.records import Sampling
+from tapereel.tapes import Sampling
 
 from ....finetune.loop.lab import RENDERER
 

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tapereel.agents.engines.engine import EngineError
-from tapereel.agents.engines.servers.server_engine import RemoteEngine
+from tapereel.agents import EngineError
+from tapereel.agents.engines.servers import RemoteEngine
 from tapereel.agents.engines.servers.sglang import SGLangWeights
-from tapereel.agents.engines.transport.http_channel import Server, ServerFailed
+from tapereel.agents.engines.transport import Server, ServerFailed
 from tapereel.agents.engines.weights.sleeping import Part, Sleeper
 
 from ...faulty import FaultyServer
