@@ -21,13 +21,12 @@ if TYPE_CHECKING:
         delegate,
         rollout,
     )
-    from .agents.engines.check_engine import check_engine
-    from .agents.engines.embedded.embedded_engine import EmbeddedEngine
-    from .envs import Environment, Outcome, Taskset, check_env
+    from .agents.gateway import Program
+    from .envs import Environment, Outcome, Rewards, Taskset, check_env
+    from .envs.adapters.tools import ToolEnvironment
     from .finetune import get_recipe, rows
     from .finetune.api import Run, evaluate, open, run, save_tiny_model, train
-    from .tapes import Action, Observation, Picture, Sampling, Tape, Task, Thought, Video
-    from .tapes.common.config import load_config
+    from .tapes import Action, Observation, Picture, Sampling, Tape, Task
     from .tapes.store.store import Store
 
 __all__ = [
@@ -35,12 +34,13 @@ __all__ = [
     "Action",
     "Agent",
     "ChatAgent",
-    "EmbeddedEngine",
     "Environment",
     "Limits",
     "Observation",
     "Outcome",
     "Picture",
+    "Program",
+    "Rewards",
     "Run",
     "Sampling",
     "ScriptedEngine",
@@ -48,15 +48,12 @@ __all__ = [
     "Tape",
     "Task",
     "Taskset",
-    "Thought",
-    "Video",
+    "ToolEnvironment",
     "agent",
-    "check_engine",
     "check_env",
     "delegate",
     "evaluate",
     "get_recipe",
-    "load_config",
     "open",
     "rollout",
     "rows",
@@ -68,13 +65,12 @@ __all__ = [
 _HOME = {
     **dict.fromkeys(("LLM", "Agent", "ChatAgent", "Limits", "ScriptedEngine"), "agents"),
     **dict.fromkeys(("agent", "delegate", "rollout"), "agents"),
-    "check_engine": "agents.engines.check_engine",
-    "EmbeddedEngine": "agents.engines.embedded.embedded_engine",
-    **dict.fromkeys(("Environment", "Outcome", "Taskset", "check_env"), "envs"),
+    "Program": "agents.gateway",
+    **dict.fromkeys(("Environment", "Outcome", "Rewards", "Taskset", "check_env"), "envs"),
+    "ToolEnvironment": "envs.adapters.tools",
     **dict.fromkeys(("get_recipe", "rows"), "finetune"),
     **dict.fromkeys(("Run", "evaluate", "open", "run", "save_tiny_model", "train"), "finetune.api"),
-    **dict.fromkeys(("Action", "Observation", "Picture", "Sampling", "Tape", "Task", "Thought", "Video"), "tapes"),
-    "load_config": "tapes.common.config",
+    **dict.fromkeys(("Action", "Observation", "Picture", "Sampling", "Tape", "Task"), "tapes"),
     "Store": "tapes.store.store",
 }
 """name -> module inside the package."""

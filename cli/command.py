@@ -46,7 +46,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "serve": ("cli.rollout.serve", "serve a model, an environment or a recording gateway"),
     "demo": ("cli.training.demo", "create a tiny model and train it, in minutes on a CPU"),
     "train": ("cli.training.train", "train a model on an agent's own episodes, asynchronously"),
-    "eval": ("cli.training.eval", "report reward and pass@k of recorded episodes, or compare two runs"),
+    "scores": ("cli.training.scores", "report reward and pass@k of recorded episodes, or compare two runs"),
     "replay": ("cli.checks.replay", "run the agent, environment, rewards or model again and compare with the tapes"),
     "verify": ("cli.checks.verify", "check that the files of a run are unchanged"),
     "reproduce": ("cli.checks.reproduce", "recompute a checkpoint from the base weights and the tapes, and compare"),
@@ -63,7 +63,7 @@ VERBS: dict[str, tuple[str, str]] = {
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "roll out": ("run", "branch", "serve"),
-    "train": ("demo", "train", "eval"),
+    "train": ("demo", "train", "scores"),
     "check": ("replay", "verify", "reproduce", "audit", "check"),
     "look": ("show", "view", "explain", "diff"),
     "exchange": ("export", "import"),

@@ -13,7 +13,7 @@ REMEDIES = {
     "explain": " (tapereel explain RUN)",
     "read whole": "`tapereel explain` and `tapereel view` show it",
     "resume": " To continue a training run, repeat the command that began it with --resume.",
-    "end lease": "--take-over, or in Python {own}",
+    "end lease": "--take-over (Python: take_over=True), or in Python {own}",
     "rescore": "`tapereel replay rewards`",
     "embeddings": "`tapereel serve gateway --embeddings URL` or {own}",
     "import": "{own} (on the command line: `--import MODULE`)",

@@ -12,7 +12,7 @@ from ..envs.load_named import listed_tasks
 from ..tapes.common.access_token import check_token
 from ..tapes.common.config import Setting, setting_key
 from ..tapes.errors import UsageError
-from ..tapes.store.lease import end_lease
+from ..tapes.store import lease
 from ..tapes.store.run_directory import CONFIG
 from .console import command
 
@@ -78,12 +78,13 @@ def add_set_argument(parser: argparse.ArgumentParser, example: str) -> None:
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="sets", help=what)
 
 
-def scene_settings(args: argparse.Namespace, *more: str) -> list[Setting]:
-    """Return the short options as settings, followed by the settings from `--set`, which override them."""
+def scene_settings(args: argparse.Namespace, *more: str, **keys: str) -> list[Setting]:
+    """Return the short options as settings, followed by the settings from `--set`, which override them. `more` and
+    `keys` are further options, as in `option_settings`."""
     tasks = option_settings(args, "tasks")
     if args.tasks is not None and args.tasks.lstrip().startswith("["):
         tasks = [("tasks", [*listed_tasks(args.tasks)], f"--tasks {args.tasks:.60}")]
-    return [*option_settings(args, "agent", "env", "seed", *more), *tasks, *engine_settings(args), *args.sets]
+    return [*option_settings(args, "agent", "env", "seed", *more, **keys), *tasks, *engine_settings(args), *args.sets]
 
 
 def option_settings(args: argparse.Namespace, *names: str, **keys: str) -> list[Setting]:
@@ -115,8 +116,8 @@ def run_directory(args: argparse.Namespace) -> str:
 
 def take_over(args: argparse.Namespace, out: str | Path) -> None:
     """End the lease of the run in `out` if `--take-over` is given."""
-    if args.take_over and os.environ.get("RANK", "0") == "0":
-        end_lease(out)
+    if args.take_over:
+        lease.take_over(out, args.resume)
 
 
 def as_given(path: str, run: str, out: str | Path) -> str:

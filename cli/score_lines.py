@@ -1,4 +1,4 @@
-"""Scores as lines of text, for the verbs `run` and `eval`."""
+"""Scores as lines of text, for the verbs `run` and `scores`."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
 
 from pathlib import Path
 
-from tapereel.agents.gateway import Program
+from tapereel import Program
 
 HERE = Path(__file__).resolve().parent
 CODEX = [

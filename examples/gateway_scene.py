@@ -11,8 +11,8 @@ import re
 import sys
 from pathlib import Path
 
+from tapereel import Program
 from tapereel.agents import Request
-from tapereel.agents.gateway import Program
 from tapereel.envs import Environment, Outcome
 from tapereel.tapes import Answer, Text
 

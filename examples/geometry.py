@@ -5,8 +5,8 @@
 
 from collections.abc import Mapping
 
+from tapereel import ToolEnvironment
 from tapereel.agents import ChatAgent
-from tapereel.envs.adapters.tools import ToolEnvironment
 from tapereel.envs.rewards.mathematics import math_reward
 from tapereel.envs.taskset import standard_row
 from tapereel.tapes import Tape, Task

@@ -11,10 +11,10 @@ import asyncio
 import json
 import sys
 
+from tapereel import ToolEnvironment
 from tapereel.agents import ChatAgent, ScriptedEngine, rollout
 from tapereel.envs import Outcome, Taskset
 from tapereel.envs.adapters.mcp import McpServer
-from tapereel.envs.adapters.tools import ToolEnvironment
 from tapereel.tapes import Answer, Task, ToolCalls
 
 CODES = {"amber": "4711", "birch": "0815", "cedar": "1234"}

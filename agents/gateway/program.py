@@ -17,10 +17,11 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from ...tapes import Answer, Step, Tape
+from ...tapes.common.arguments import check_arguments
 from ...tapes.common.redact import without_secrets
 from ...tapes.errors import TapereelError
 from ..engines.transport.proxies import ask_directly
@@ -72,6 +73,11 @@ class Endpoint(NamedTuple):
 Function = Callable[[str, Endpoint], Awaitable[str]]
 
 
+ProgramSource = Annotated[
+    Sequence[str] | Function, "a list of words, as in ['python', 'agent.py'], or an async function"
+]
+
+
 class Program(Agent):
     """`Program(["python", "agent.py"])`, or `Program(solve)` with `async def solve(task: str, endpoint) -> str`.
 
@@ -88,9 +94,10 @@ class Program(Agent):
 
     patience = 10.0
 
+    @check_arguments
     def __init__(
         self,
-        program: Sequence[str] | Function,
+        program: ProgramSource,
         *,
         name: str = "program",
         follow: bool = True,

@@ -78,6 +78,13 @@ class RunConfig(ScoresConfig, RolloutConfig, Setup):
         return self.limits.environment_seconds or super().environment_seconds
 
 
+def k_settings(k: Iterable[int], attempts: bool) -> list[tuple[str, object]]:
+    """Return the settings that report pass@k for the numbers in `k`. Unless `attempts` are set elsewhere, there are as
+    many as the largest k needs."""
+    found = list(k)
+    return [("k", found), *([] if attempts else [("attempts", max(found))])]
+
+
 FREE = ("concurrency", "k", "success")
 """Settings that may change when a run is resumed, because they change no tape."""
 
@@ -186,7 +193,9 @@ async def _run(
                 tapes = [store.tape(one.id, refresh=False) for one in summaries if one.trainable]
                 await compared(rewards, tapes, store.append_layer)
         store.writer.sync()
-        return _summary(attempts, store, out, time.perf_counter() - started)
+        summary = _summary(attempts, store, out, time.perf_counter() - started)
+        directory.summarise(summary)
+        return summary
 
 
 class _Attempts:

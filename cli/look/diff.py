@@ -165,7 +165,7 @@ def _run_parts(found: RunDiff) -> Iterator[str | Section]:
     if found.mean_first is not None and found.mean_second is not None:
         yield (
             f"mean reward on the {found.scored:,} tasks that both scored: {fixed(found.mean_first)} and "
-            f"{fixed(found.mean_second)} ({fixed(found.mean_second - found.mean_first, '+.3f')}); tapereel eval "
+            f"{fixed(found.mean_second)} ({fixed(found.mean_second - found.mean_first, '+.3f')}); tapereel scores "
             "--against adds intervals"
         )
 

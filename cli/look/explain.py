@@ -83,17 +83,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _explain_tapes(args: argparse.Namespace) -> int:
-    from ...finetune.inspect.explainer import Explainer, token_reader
-    from ...tapes.store.store import Store
+    from ...finetune.inspect.explainer import explain_run
 
     for name in args.imports:
         load_named(name)
-    with Store.open(args.run) as store:
-        explainer = Explainer(store)
-        chosen = args.tape or explainer.newest(args.n)
-        tapes = [store.tape(name) for name in chosen]
-        explainer.decode, explainer.renderer = token_reader(store.path, args.tokenizer, tapes)
-        found = [explainer.explain(name) for name in chosen]
+    found = explain_run(args.run, args.tape, n=args.n, tokenizer=args.tokenizer)
     shown = [item for explanation in found for item in _shown(explanation, args.context)]
     answer(args, {"run": str(args.run), "tapes": found}, *(shown or ["the run has no closed tape to explain"]))
     return Exit.HOLDS

@@ -71,10 +71,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _k_settings(args: argparse.Namespace) -> list[Setting]:
+    from ...agents.runs.runner import k_settings
+
     if args.k is None:
         return []
-    k = read_k(args.k)
-    return [("k", list(k), "--k"), *([] if args.config else [("attempts", max(k), "--k")])]
+    return [(key, value, "--k") for key, value in k_settings(read_k(args.k), args.config is not None)]
 
 
 def _section(summary: RunSummary) -> Section:

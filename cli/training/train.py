@@ -30,11 +30,11 @@ from ..scene_arguments import (
 )
 
 if TYPE_CHECKING:
-    from ...finetune.run.train_run import TrainSummary
+    from ...finetune.run.run_report import TrainSummary
 
 EXAMPLE = """
 tapereel train --agent examples/digits.py:player --env examples/digits.py:Digits --tasks examples/digits.py:tasks \
---model runs/digits-model --out runs/digits --set loop.updates=40
+--model runs/digits-model --out runs/digits --updates 40
 tapereel train --config runs/digits/config.yaml --out runs/digits --resume
 """
 
@@ -42,6 +42,8 @@ tapereel train --config runs/digits/config.yaml --out runs/digits --resume
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     add_scene_arguments(parser)
+    parser.add_argument("--updates", metavar="N", help="number of updates in the loop (loop.updates)")
+    parser.add_argument("--recipe", metavar="NAME", help="a recipe's name, or module:name (loop.recipe)")
     add_on_argument(parser)
     add_config_arguments(parser, " and the memory, tokens and time that training needs")
 
@@ -52,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
     from ...finetune.run.train_config import TrainConfig
     from ...finetune.trainer.options import fitted
 
-    config = load_config(TrainConfig, args.config, scene_settings(args, "on"))
+    named = scene_settings(args, "on", updates="loop.updates", recipe="loop.recipe")
+    config = load_config(TrainConfig, args.config, named)
     other = os.environ.get("RANK", "0") != "0"  # `torchrun` starts several processes, and only the first one prints
     if args.dry_run and other:
         return Exit.HOLDS

@@ -159,11 +159,49 @@ def api(name: str) -> str:
     same = {one for one in package.__all__ if getattr(package, one) is getattr(top, one, None)}
     names = sorted({*package.__all__} - (same if package is not top else set()))
     also = [f"`{one}`" for one in package.__all__ if one not in names]
-    rows = [f"| `{one}` | {cell(_purpose(getattr(package, one)))} |" for one in names]
+    rows = [f"| `{one}` | {cell(_purpose(getattr(package, one)))} | {_uses(_use_of(one))} |" for one in names]
     lines = [f"# `{package.__name__}`", "", NOTE, "", first_sentence(package.__doc__), ""]
     lines += [f"The [top level](tapereel.md) also has these names of it: {', '.join(also)}.", ""] if also else []
-    lines += ["| name | purpose |", "|---|---|", *rows, ""]
+    lines += ["| name | purpose | used in |", "|---|---|---|", *rows, ""]
+    lines += _of_a_run(top.Run) if package is top else []
     return "\n".join(lines) + "".join(f"\n::: {package.__name__}.{one}\n" for one in names)
+
+
+def _of_a_run(kind: type) -> Iterator[str]:
+    """The table of the attributes and methods of a `Run`."""
+    yield from ("A `Run` has the answers of the command line:", "", "| name | purpose | used in |", "|---|---|---|")
+    for name, value in vars(kind).items():
+        if name[0] != "_":
+            call = "" if isinstance(value, property) else "()"
+            yield f"| `run.{name}{call}` | {cell(first_sentence(inspect.getdoc(value)))} | {_uses(_method(name))} |"
+    yield ""
+
+
+def _use_of(name: str) -> str:
+    return rf"\b(?:tr|tapereel)\.{name}\b|\bimport\b[^\n]*\b{name}\b"
+
+
+def _method(name: str) -> str:
+    return rf"\b(?:run|unchanged|trained|again)\.{name}\b|\.{name}\("
+
+
+@cache
+def _shown_code() -> dict[Path, str]:
+    """The Python of README, of each page that a person writes, and of each example, by path."""
+    found = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples").glob("*.py"))}
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = path.read_text(encoding="utf-8")
+        if NOTE not in text:
+            found[path] = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S))
+    return found
+
+
+def _uses(pattern: str, most: int = 3) -> str:
+    """Links to the first pages and examples that use a name."""
+    paths = [path for path, code in _shown_code().items() if re.search(pattern, code)]
+    paths.sort(key=lambda path: path.suffix == ".py")  # stable, so the pages come first
+    links = [f"[{path.stem}]({os.path.relpath(path, FOLDER / 'api')})" for path in paths[:most]]
+    return ", ".join(links) + (f" and {len(paths) - most} more" if len(paths) > most else "")
 
 
 def _purpose(value: object) -> str:

@@ -37,7 +37,7 @@ from ...tapes.records import Reward, total_reward
 from ...tapes.store.summary import GROUP_LAYER
 from ...tapes.value import Value
 from ..rewards import Rewards, RewardSource
-from ..rewards.named_rewards import load_reward
+from ..rewards.named_rewards import RewardLike, load_reward
 from ..rewards.sources import as_recorded
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ class FailureKind(Value):
 
 def rescore_run(
     run: str | Path,
-    reward: str,
+    reward: RewardLike,
     *,
     tolerance: float = 0.0,
     tapes: Sequence[str] = (),
@@ -314,18 +314,19 @@ def rescore_run(
 ) -> Verdicts:
     """Score tapes of a run again, and compare the scores with the recorded rewards.
 
-    `tapes` names the tapes. If it is empty, all closed tapes in `split` are scored. `reward` is the `module:name` of a
-    Rewards, a RewardSource or a function that scores a tape. `tolerance` is the largest difference that counts as
-    equal.
+    `tapes` names the tapes. If it is empty, all closed tapes in `split` are scored. `reward` is a Rewards, a
+    RewardSource or a function that scores a tape, or the `module:name` of one. An object scores in this process, a name
+    in `jobs` processes. `tolerance` is the largest difference that counts as equal.
     """
     load_reward(reward)  # a wrong name is refused here, before any process starts
+    jobs = jobs if isinstance(reward, str) else 1
     plan = partial(_plan, reward, tolerance)
     return check_run(run, "rescore", plan, tapes=tapes, split=split, jobs=jobs, progress=progress)
 
 
 def add_reward_layer(
     run: str | Path,
-    reward: str,
+    reward: RewardLike,
     layer: str,
     *,
     tolerance: float = 0.0,
@@ -394,7 +395,7 @@ def failure_kinds(failures: Iterable[tuple[str, Iterable[Failure]]]) -> list[Fai
     return sorted(kinds.values(), key=lambda kind: -kind.tapes)
 
 
-def _plan(reward: str, tolerance: float, store: Store) -> Callable[[Tape], Verdict]:
+def _plan(reward: RewardLike, tolerance: float, store: Store) -> Callable[[Tape], Verdict]:
     """Return the function that checks one tape. Each worker process makes its own."""
     rewards = load_reward(reward)
     return lambda tape: run_async(rescore(tape, rewards, tolerance=tolerance))[0]

@@ -11,7 +11,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from ...tapes import Tape
 from ...tapes.common.redact import holds_secret, without_secrets
@@ -23,6 +23,12 @@ from .sources import Rewards, RewardSource, Scorer
 FUNCTION = "reward_func"
 FIELDS = {"queries": "query", "prompts": "prompt", "labels": "label", "references": "reference", "ids": "id"}
 """The field of `Sample` that each parameter of `reward_func` receives."""
+
+
+RewardLike = Annotated[
+    str | Rewards[Tape] | RewardSource[Tape] | Scorer[Tape],
+    "a Rewards, a RewardSource, a function from a tape to its score, or the name of one, as 'my_rewards.py:close'",
+]
 
 
 def as_rewards(found: object, name: str = "") -> Rewards[Tape]:
@@ -51,12 +57,15 @@ def load_rewards(names: Sequence[str]) -> Rewards[Tape] | None:
         raise UsageError(f"rewards: {error}") from error
 
 
-def load_reward(name: str) -> Rewards[Tape]:
-    """Load a reward model at `http://...`, the `reward_func` in `file.py`, or `module:name`.
+def load_reward(name: RewardLike) -> Rewards[Tape]:
+    """Load a reward model at `http://...`, the `reward_func` in `file.py`, or `module:name`. An object is used as it
+    is.
 
     Raises UsageError if the name is invalid or is an address that contains a secret. The name is recorded with each
     score.
     """
+    if not isinstance(name, str):
+        return as_rewards(name)
     if holds_secret(name):
         raise UsageError(
             f"{without_secrets(name)} contains a user, a password or a key, which would be recorded; put the secret "

@@ -17,6 +17,7 @@ from typing import Any, Generic, Literal, NamedTuple, Never, TypeVar
 from pydantic import JsonValue
 
 from ...tapes import Action, Tape, TapereelError
+from ...tapes.common.arguments import check_arguments
 from ...tapes.common.stats import plain, reward_value
 from ...tapes.common.text import storable
 from ...tapes.errors import RunStopped
@@ -88,6 +89,7 @@ class Rewards(Generic[SubjectT]):
     A bare function has weight 1: `Rewards([exact, RewardSource(score=brief, weight=0.1)])`.
     """
 
+    @check_arguments
     def __init__(self, sources: Iterable[AnySource | Scorer[SubjectT]]) -> None:
         every = tuple(s if isinstance(s, RewardSource) else RewardSource(score=s) for s in sources)
         names = [source.name for source in every]

@@ -363,8 +363,21 @@ def _unknowable(recipe: Recipe | UsageError | None, phase: str) -> str:
     return f"recipe {recipe.name} needs a critic" if recipe.needs_value else ""
 
 
+def explain_run(
+    run: str | Path, tapes: Sequence[str] = (), *, n: int = 3, tokenizer: str | Path | None = None
+) -> list[Explanation]:
+    """Explain the tapes of a run whose ids are `tapes`, by default the last `n` of its last update. `tokenizer` is a
+    folder with a tokenizer, by default the run's own."""
+    with Store.open(run) as store:
+        explainer = Explainer(store)
+        chosen = tapes or explainer.newest(n)
+        found = [store.tape(name) for name in chosen]
+        explainer.decode, explainer.renderer = token_reader(store.path, tokenizer, found)
+        return [explainer.explain(name) for name in chosen]
+
+
 def token_reader(
-    run: Path, named: str | None, tapes: Sequence[Tape]
+    run: Path, named: str | Path | None, tapes: Sequence[Tape]
 ) -> tuple[Callable[[int], str] | None, Renderer | None]:
     """Return a function that converts a token id to its text, and a renderer, which tokenizes text.
 

@@ -50,9 +50,10 @@ try:
     from ..trainer.options import OptimiserConfig
     from ..trainer.schedule import Schedule
     from .player_config import TrainerConfig
+    from .run_report import TrainSummary
     from .trackers import TrackedConfig
     from .train_config import EvaluationConfig, ImitationConfig, TrainConfig
-    from .train_run import TrainSummary, train
+    from .train_run import train
     from .training import OnEpisode
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers", "numpy", "tokenizers"):

@@ -1,6 +1,6 @@
-"""Keeps `report.html` in a run directory up to date. It is the viewer's overview page, written as one file.
+"""The results of a training run: its summary, and `report.html`, the viewer's overview page as one file.
 
-The file is written at evaluations and checkpoints, and when the run ends, even if it ends with an error. The last one
+The page is written at evaluations and checkpoints, and when the run ends, even if it ends with an error. The last one
 is written after the store is sealed, so it shows a complete record. If writing fails while the run is in progress, the
 run continues.
 """
@@ -14,12 +14,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from pydantic import Field
 
 from ...tapes.common.text import logger
 from ...tapes.store.run_directory import METRICS, Results, RunDir, read_metrics
+from ...tapes.value import Value
 from ...tapes.view.bundle import write_report
 from ...tapes.view.overview import Overview, overview_of, parts_of_time, untaught
+from .train_config import EndedBy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +34,54 @@ _Given = TypeVar("_Given")
 REPORT = "report.html"
 EVERY = 60.0
 """Minimum number of seconds between two reports while the run is in progress."""
+
+
+class PlayerSummary(Value):
+    """The result of a player, which is another model in the episodes."""
+
+    agents: tuple[str, ...]
+    lineage: str | None
+    """The lineage of the player's weights, or None for a frozen player."""
+    updates: int
+    model: str | None
+    """The folder with the model, or None if the engine has no folder."""
+
+
+class TrainSummary(Value):
+    """The results of a training run."""
+
+    run: str
+    lineage: str
+    recipe: str
+    updates: int
+    """Number of updates that the loop made. Updates of the warm start don't count."""
+    ended_by: EndedBy
+    """`stop_at` if the reward on held-out tasks reached `loop.stop_at` before all updates were made."""
+    reward: dict[str, float | None]
+    """Mean reward in the `first` five and the `last` five updates of the loop (see `ends_of`)."""
+    agents: dict[str, dict[str, float | None]]
+    """Mean reward in the first and the last five updates for each agent with its own reward (`loop.by_agent`), by
+    path."""
+    players: dict[str, PlayerSummary]
+    held_out: dict[str, Any]
+    """`before`, `after` and, if configured, `greedy_before` and `greedy_after` are mean rewards over `n` scored
+    episodes. They are None if there was no evaluation. `after_change` is the difference, paired by task, with its
+    interval and the means over the tasks that both scored. `after_pass_at` has the same for pass@k, by k. `tasks` is
+    the number of held-out tasks with a score, and `every` has the mean rewards by update."""
+    seconds: dict[str, float]
+    tokens: dict[str, int]
+    episodes: int
+    books_close: bool
+    model: str
+    """The folder with the trained model, in Hugging Face format."""
+    report: str
+    """The HTML file that shows these results."""
+    compared: dict[str, str] = Field(default={})
+    """Name and digest of the `reference` and the `teacher`, if the recipe uses them."""
+    advice: tuple[str, ...] = ()
+    """Suggestions of where to look if training doesn't work. Each suggestion is one sentence."""
+    code_changes: tuple[str, ...] = ()
+    """A sentence about each change of the user's code before a resume."""
 
 
 @dataclass

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from pydantic import Field, JsonValue
+from pydantic import JsonValue
 
 from ...agents.engines.engine import EngineStopped
 from ...agents.runs.attempts import Attempts
@@ -27,7 +27,6 @@ from ...tapes.common.run_async import run_async
 from ...tapes.errors import MissingExtra
 from ...tapes.store.lease import check_free
 from ...tapes.store.run_directory import CONFIG, METRICS, Results, code_changes, open_run, read_metrics
-from ...tapes.value import Value
 
 try:
     from ...tapes.common.stats import ends_of, mean_of
@@ -37,62 +36,14 @@ try:
     from .load_policy import check_begun
     from .loaded_run import LoadedRun
     from .longer import check_rates, lengthening
-    from .run_report import REPORT, Reporter, reporting
+    from .run_report import REPORT, PlayerSummary, Reporter, TrainSummary, reporting
     from .trackers import check_trackers, tracking
-    from .train_config import EndedBy, TrainConfig
+    from .train_config import TrainConfig
     from .training import OnEpisode, Training
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers", "numpy", "tokenizers"):
         raise
     raise MissingExtra(error.name, "train", "training") from error
-
-
-class PlayerSummary(Value):
-    """The result of a player, which is another model in the episodes."""
-
-    agents: tuple[str, ...]
-    lineage: str | None
-    """The lineage of the player's weights, or None for a frozen player."""
-    updates: int
-    model: str | None
-    """The folder with the model, or None if the engine has no folder."""
-
-
-class TrainSummary(Value):
-    """The results of a training run."""
-
-    run: str
-    lineage: str
-    recipe: str
-    updates: int
-    """Number of updates that the loop made. Updates of the warm start don't count."""
-    ended_by: EndedBy
-    """`stop_at` if the reward on held-out tasks reached `loop.stop_at` before all updates were made."""
-    reward: dict[str, float | None]
-    """Mean reward in the `first` five and the `last` five updates of the loop (see `ends_of`)."""
-    agents: dict[str, dict[str, float | None]]
-    """Mean reward in the first and the last five updates for each agent with its own reward (`loop.by_agent`), by
-    path."""
-    players: dict[str, PlayerSummary]
-    held_out: dict[str, Any]
-    """`before`, `after` and, if configured, `greedy_before` and `greedy_after` are mean rewards over `n` scored
-    episodes. They are None if there was no evaluation. `after_change` is the difference, paired by task, with its
-    interval and the means over the tasks that both scored. `after_pass_at` has the same for pass@k, by k. `tasks` is
-    the number of held-out tasks with a score, and `every` has the mean rewards by update."""
-    seconds: dict[str, float]
-    tokens: dict[str, int]
-    episodes: int
-    books_close: bool
-    model: str
-    """The folder with the trained model, in Hugging Face format."""
-    report: str
-    """The HTML file that shows these results."""
-    compared: dict[str, str] = Field(default={})
-    """Name and digest of the `reference` and the `teacher`, if the recipe uses them."""
-    advice: tuple[str, ...] = ()
-    """Suggestions of where to look if training doesn't work. Each suggestion is one sentence."""
-    code_changes: tuple[str, ...] = ()
-    """A sentence about each change of the user's code before a resume."""
 
 
 def train(
@@ -185,7 +136,9 @@ def _lead(
             directory.results.books_close = books.closes
             directory.save()
             hints = advice(directory.store, "train", _loop_lines(out), directory.results.after)
-    return _summary(training, (*place.notes, *hints))
+            summary = _summary(training, (*place.notes, *hints))
+            directory.summarise(summary)
+    return summary
 
 
 def _new_results(loaded: LoadedRun) -> Results:

@@ -32,13 +32,13 @@ Part = tuple[str, Any, Any]
 MOST = 10_000_000
 """Maximum number of items in a collection. Without this limit, `range(10**9)` would fill the memory."""
 _SMALL = Annotated[Any, f"a collection of at most {MOST:,} items that isn't nested too deeply"]
-_PATH = Annotated[Any, "a path of a usual length, without NUL characters and lone surrogates"]
+_PATH = Annotated[Any, "a path of a usual length that isn't empty, without NUL characters and lone surrogates"]
 _VARIED = int | float | str | Path | Collection | Enum | type
 """Values that may fit although another value of the same class doesn't."""
 NO_LONE = "a str without lone surrogates"
 """Describes the strings that Tapereel accepts. UTF-8 can't hold lone surrogates, so records can't hold them."""
 # All other surrogates are allowed, because they stand for bytes in a file name that isn't UTF-8.
-_BAD_PATH = re.compile("[\0\ud800-\udc7f\udd00-\udfff]|[^/]{256}|.{4096}", re.DOTALL)
+_BAD_PATH = re.compile("\\A\\Z|[\0\ud800-\udc7f\udd00-\udfff]|[^/]{256}|.{4096}", re.DOTALL)
 _JSON = None | bool | float | str | list[JsonValue] | tuple[JsonValue, ...] | dict[str, JsonValue]
 
 

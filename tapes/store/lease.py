@@ -304,6 +304,15 @@ def end_lease(run: str | Path) -> None:
         Lease(run, take_over=True).close()
 
 
+def take_over(run: str | Path, resume: bool) -> None:
+    """End the lease of a run that is then resumed. In a group of processes, only rank 0 does. Raises UsageError if
+    `resume` is false."""
+    if not resume:
+        raise UsageError("`take_over=True` is only for a run that is continued: add `resume=True`, or remove it")
+    if os.environ.get("RANK", "0") == "0":
+        end_lease(run)
+
+
 def _alive(path: Path, holder: Holder, beat: float, disk: Disk) -> bool:
     try:
         if not _lockable(path, disk):
@@ -343,4 +352,4 @@ def _flock_works(folder: Path, disk: Disk) -> bool:
         disk.remove(path)
 
 
-__all__ = ["Holder", "Lease", "LeaseLost", "check_free", "end_lease", "read_leads", "recorded_leads"]
+__all__ = ["Holder", "Lease", "LeaseLost", "check_free", "end_lease", "read_leads", "recorded_leads", "take_over"]

@@ -11,6 +11,7 @@ import json
 import math
 import operator
 import os
+import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -150,6 +151,9 @@ class Results(BaseModel):
     """Number of data points that each tracker failed to receive."""
     books: Books | None = None
     books_close: bool | None = None
+    summary: JsonValue = None
+    """The summary of the last process that came to the end of the run. In its texts, `{run}` is the path of the run,
+    which may be moved later. None if no process has ended yet, or if an earlier version of Tapereel wrote the run."""
 
     @classmethod
     def read(cls, path: str | Path) -> Results:
@@ -212,6 +216,13 @@ class RunDir:
         """Add to `results.seconds[name]`."""
         table = self.results.seconds
         table[name] = round(table.get(name, 0.0) + seconds, 3)
+
+    def summarise(self, summary: BaseModel) -> None:
+        """Save the summary of the run with the results."""
+        path = json.dumps(str(self.path.absolute()), ensure_ascii=False)[1:-1]
+        text = re.sub(rf"{re.escape(path)}(?![\w.-])", "{run}", summary.model_dump_json())
+        self.results.summary = json.loads(text)
+        self.save()
 
     def metrics(self, line: Mapping[str, object]) -> None:
         """Append `line` to metrics.jsonl. If this process has a lease, the lease's epoch is added as the first value.
@@ -317,6 +328,16 @@ def _note_code(run: RunDir, code: Mapping[str, str]) -> None:
         log.warning(f"{run.path}: {found}")
     known.append(found)
     run.save()
+
+
+def recorded_summary(path: str | Path) -> str | None:
+    """Return the summary of the run at `path` as JSON, or None if it has none yet."""
+    try:
+        found = Results.read(path).summary
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    here = json.dumps(str(Path(path).absolute()), ensure_ascii=False)[1:-1]
+    return None if found is None else json.dumps(found, ensure_ascii=False).replace("{run}", here)
 
 
 def code_changes(path: str | Path) -> tuple[str, ...]:

@@ -9,8 +9,7 @@ import pytest
 
 import tapereel as tr
 from tapereel.cli import main
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import Store, verify
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits.py"
 WORDS = ["train", "--agent", f"{EXAMPLE}:player", "--env", f"{EXAMPLE}:Digits", "--tasks", f"{EXAMPLE}:tasks"]
@@ -46,7 +45,7 @@ def test_verify_lists_the_updates(doubled: Path, capsys: pytest.CaptureFixture[s
 
 def test_its_tapes_can_be_read(doubled: Path, tmp_path: Path) -> None:
     assert main(["view", str(doubled), "--out", str(tmp_path / "page.html")]) == 0
-    assert main(["eval", str(doubled)]) == 0
+    assert main(["scores", str(doubled)]) == 0
     assert main(["replay", "agent", str(doubled)]) == 0
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import tapereel as tr
-from tapereel.agents.engines.embedded.pretrained import load_pretrained, load_tokenizer
+from tapereel.agents.engines.embedded import load_pretrained, load_tokenizer
 from tapereel.tapes.errors import UsageError
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 HERE = Path(__file__).parent
 SETTINGS = (
@@ -106,8 +106,8 @@ READING: list[tuple[list[str], int | None]] = [
     (["show", "{rolled}", "{tape}"], HOLDS),
     (["show", "{trained}", "{trained_tape}"], HOLDS),
     (["diff", "{rolled}", "{trained}"], ANY),
-    (["eval", "{rolled}"], HOLDS),
-    (["eval", "{trained}", "--against", "{rolled}"], ANY),
+    (["scores", "{rolled}"], HOLDS),
+    (["scores", "{trained}", "--against", "{rolled}"], ANY),
     (["explain", "{rolled}"], HOLDS),
     (["explain", "{trained}"], HOLDS),
     (["explain", "{trained}", "{trained_tape}", "--json"], HOLDS),

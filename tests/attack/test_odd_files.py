@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 from tapereel.cli import main
-from tapereel.tapes.errors import TapereelError
-from tapereel.tapes.store import lease, verify_tape
+from tapereel.tapes import TapereelError
+from tapereel.tapes.store import Store, lease, verify_tape
 from tapereel.tapes.store.media import Media
-from tapereel.tapes.store.store import Store
 
 from .test_published import CHECKPOINT, model, train, trained
 
@@ -138,7 +137,7 @@ def test_what_is_no_file_is_named_and_nothing_hangs(
             ("show",),
             ("show", tape),
             ("show", "--taught", str(run / CHECKPOINT)),
-            ("eval",),
+            ("scores",),
             ("audit",),
             ("view", "--out", str(tmp_path / f"{kind}-view.html")),
             ("export", str(tmp_path / f"{kind}.jsonl")),

@@ -15,16 +15,13 @@ from typing import BinaryIO
 import pytest
 
 import tapereel as tr
-from tapereel.agents.engines.servers.launch import LocalServer
+from tapereel.agents.engines.servers import LocalServer
 from tapereel.cli import main
-from tapereel.tapes.errors import Corrupt
+from tapereel.tapes import Corrupt
 from tapereel.tapes.records import Files
+from tapereel.tapes.store import Disk, Results, Store, append_metrics, verify
 from tapereel.tapes.store import index as index_module
-from tapereel.tapes.store.disk import Disk
-from tapereel.tapes.store.run_directory import Results, append_metrics
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
-from tapereel.tapes.view.overview import overview_of
+from tapereel.tapes.view import overview_of
 
 from ..tapes.store.lab import Lab
 
@@ -115,7 +112,7 @@ def test_every_edit_is_noticed(run: Path, kind: str) -> None:
 
 
 def numbers(run: Path) -> tuple[object, ...]:
-    """What `eval`, `show` and `export --min-reward` say."""
+    """What `scores`, `show` and `export --min-reward` say."""
     found = tr.open(run)
     with Store.open(run) as store:
         summaries, many = store.summaries(), len(store.summaries(min_reward=0.5))

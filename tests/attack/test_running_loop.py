@@ -10,16 +10,17 @@ from typing import Any, cast
 import pytest
 
 import tapereel as tr
-from tapereel.agents import ScriptedEngine
-from tapereel.agents.runs.runner import RunConfig, score_run
-from tapereel.agents.setup.setup import load_agent, load_env, load_tasks
+from tapereel.agents import RunConfig, ScriptedEngine, check_engine
+from tapereel.agents.runs.runner import score_run
+from tapereel.agents.setup import load_tasks
+from tapereel.agents.setup.setup import load_agent, load_env
 from tapereel.cli import main
 from tapereel.envs.checks.reexec import reexec_run
 from tapereel.envs.checks.rescore import add_reward_layer, compare_rewards, rescore_run
 from tapereel.envs.load_named import load_named
+from tapereel.finetune.inspect import requery_run
 from tapereel.finetune.inspect.lab import lab
-from tapereel.finetune.inspect.requery import requery_run
-from tapereel.finetune.interchange.formats import write
+from tapereel.finetune.interchange import write
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "digits.py")
 AGENT, ENV, TASKS, SCORE = (f"{EXAMPLE}:{name}" for name in ("player", "Digits", "tasks", "close"))
@@ -58,7 +59,7 @@ def test_runs_and_checks(folder: Path) -> None:
         lambda: add_reward_layer(path, SCORE, "later"),
         lambda: compare_rewards(path, SCORE, SCORE),
         lambda: tr.check_env(load_env(ENV), load_tasks(TASKS)[:2], cast("Any", load_named(f"{EXAMPLE}:blindly"))),
-        lambda: tr.check_engine(ScriptedEngine(["7"])),
+        lambda: check_engine(ScriptedEngine(["7"])),
         lambda: write(run.tapes(), folder / "out.jsonl", "sft"),
         lambda: main(["replay", "env", str(path), "--env", ENV]),
         lambda: main(["replay", "rewards", str(path), "--reward", SCORE]),

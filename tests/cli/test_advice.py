@@ -11,17 +11,15 @@ from typing import Any
 import pytest
 
 import tapereel as tr
-from tapereel.cli.command import main
+from tapereel.cli import main
 from tapereel.envs import Outcome
-from tapereel.envs.adapters.tools import ToolEnvironment
-from tapereel.tapes import Answer, Task
+from tapereel.envs.adapters import ToolEnvironment
+from tapereel.tapes import Answer, TapereelError, Task
 from tapereel.tapes.audit.advice import advice
-from tapereel.tapes.errors import TapereelError
 from tapereel.tapes.records import Record, Reward
-from tapereel.tapes.store.run_directory import HeldOut, Results
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import HeldOut, Results, Store
 from tapereel.tapes.tape import step_record
-from tapereel.tapes.view.overview import overview_of
+from tapereel.tapes.view import overview_of
 
 from ..tapes.audit.test_audit import call, episode
 from .world import EXAMPLE as DIGITS
@@ -548,7 +546,7 @@ def test_answers_that_are_cut_off_are_counted_unless_the_agent_wants_it(
     assert any("sampling.max_tokens (16)" in text for text in ours.summary.advice)
     cut = sum(call.finish == "length" for tape in ours for call in tape.calls)
     assert ours.summary.scores.cut == cut > 0 == own.summary.scores.cut
-    for verb in ("show", "eval"):
+    for verb in ("show", "scores"):
         assert main([verb, str(ours.path)]) == 0
         assert f"{cut} of 6 answers cut off" in capsys.readouterr().out
     assert not any("sampling.max_tokens" in text for text in own.summary.advice)

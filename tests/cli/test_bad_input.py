@@ -29,7 +29,7 @@ READS = {
     "diff": ("RUN",),
     "verify": (),
     "reproduce": (),
-    "eval": (),
+    "scores": (),
     "explain --recipe": ("--recipe", "own"),
     "audit": (),
     "export": ("NEW.jsonl",),
@@ -85,7 +85,7 @@ OTHERS: dict[str, list[tuple[str, ...]]] = {
     "diff": [("RUN", "NOWHERE"), ("RUN:zzz", "RUN:yyy")],
     "verify": [("RUN", "--pin", "nonsense"), ("RUN", "--jobs", "0"), ("RUN", "--jobs", "x")],
     "reproduce": [("TRAINED", "nope")],
-    "eval": [("RUN", "--split", "nope"), ("RUN", "--k", "0")],
+    "scores": [("RUN", "--split", "nope"), ("RUN", "--k", "0")],
     "explain --recipe": [
         ("TRAINED", "--recipe", "WORDS.yaml"),
         ("TRAINED", "--recipe", "BROKEN.yaml"),

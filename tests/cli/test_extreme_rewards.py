@@ -11,10 +11,9 @@ import pytest
 
 from tapereel.cli import main
 from tapereel.envs.rewards import relative
-from tapereel.tapes.common import stats
-from tapereel.tapes.common.stats import REWARD_LIMIT
-from tapereel.tapes.store.run_directory import METRICS, read_metrics
-from tapereel.tapes.view.run_view import RunView
+from tapereel.tapes.common import REWARD_LIMIT, stats
+from tapereel.tapes.store import METRICS, read_metrics
+from tapereel.tapes.view import RunView
 
 from .lab import MICRO, WORLD, answer_of, settings, tapes_of
 from .world import EXAMPLE
@@ -44,7 +43,7 @@ def large(run: Path) -> set[str]:
 def test_every_verb_reads_a_run_with_extreme_rewards(old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     tapes = [tape for tape in tapes_of(old) if tape.id in large(old)]
     assert {abs(tape.rewards[0].value) for tape in tapes} == {1e200, 1e308}
-    assert abs(answer_of(capsys, "eval", str(old))["scores"]["reward"]["value"]) > 1e300
+    assert abs(answer_of(capsys, "scores", str(old))["scores"]["reward"]["value"]) > 1e300
     found = {one["name"]: one for one in answer_of(capsys, "audit", str(old))["audit"]["components"]}
     assert -1e308 <= found["exact"]["low"] <= found["exact"]["mean"] <= found["exact"]["high"] <= 1e308
     assert found["exact"]["share"] == pytest.approx(1.0)
@@ -52,7 +51,7 @@ def test_every_verb_reads_a_run_with_extreme_rewards(old: Path, tmp_path: Path, 
     for words in (
         ("show", str(old)),
         ("show", str(old), tapes[0].id),
-        ("eval", str(old), "--against", str(old)),
+        ("scores", str(old), "--against", str(old)),
         ("audit", str(old)),
         ("diff", str(old), str(old)),
         ("view", str(old), "--out", report),

@@ -30,7 +30,7 @@ VERBS = [name for verb in cli.VERBS for name in (verb, *(two for two in cli.comm
 COMMANDS = {
     "show_run": ["show library", "show library --failed --split train", "show library --status cancelled"],
     "show_tape": [f"show library {name}" for name in (TAPES[0], *TAPES[2:4], *TAPES[5:7])],
-    "eval": ["eval library", "eval library --split train --against other"],
+    "scores": ["scores library", "scores library --split train --against other"],
     "audit": ["audit library"],
     "diff": ["diff library other", f"diff library {TAPES[0]} {TAPES[1]}"],
     "explain": ["explain trained TRAINED"],

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 import tapereel as tr
-from tapereel.cli import main, scene_arguments
+from tapereel.cli import main
 from tapereel.cli.command import commands
 from tapereel.cli.look.view import configure
 from tapereel.envs.load_named import load_named
 from tapereel.tapes.errors import UsageError
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store, lease
 
 from .lab import EXAMPLE, NEXT, SCENE, answer_of, refusal_of, settings
 
@@ -122,7 +122,7 @@ def test_a_demo_is_taken_over_in_each_of_its_runs(
     (tmp_path / "demo.yaml").write_text(capsys.readouterr().out)
     (tmp_path / "controls" / "sft").mkdir(parents=True)
     ended: list[Path] = []
-    monkeypatch.setattr(scene_arguments, "end_lease", lambda run: ended.append(Path(run)))
+    monkeypatch.setattr(lease, "end_lease", lambda run: ended.append(Path(run)))
     refusal_of(capsys, "demo", "--resume", "--take-over", "--out", str(tmp_path))
     assert ended == [tmp_path, tmp_path / "demonstrations", tmp_path / "controls" / "sft"]
 

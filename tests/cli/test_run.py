@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents.runs.runner import RunConfig
-from tapereel.agents.setup.engine_config import EmbeddedConfig, make_engine
+from tapereel.agents import RunConfig
+from tapereel.agents.setup import EmbeddedConfig, make_engine
 from tapereel.cli import main
-from tapereel.finetune.api.public import save_tiny_model
-from tapereel.tapes.common.config import load_config
-from tapereel.tapes.store.disk import Disk
+from tapereel.finetune.api import save_tiny_model
+from tapereel.tapes.common import load_config
+from tapereel.tapes.store import Disk, Store
 from tapereel.tapes.store.run_directory import recorded_config
-from tapereel.tapes.store.store import Store
 
 from ..tapes.common.test_config import VALUES
 from .lab import DEADLY, NEXT, SCENE, WORLD, answer_of, killed, refusal_of, settings, tapes_of
@@ -88,7 +87,7 @@ def test_what_the_world_broke_is_in_no_mean(
         broken = [summary.reward for summary in store.summaries() if summary.status == "error"]
     assert broken == [None] * 2 * attempts
     assert (found["reward"], found["error"], found["scored"]) == (reward, None, scored)
-    told = answer_of(capsys, "eval", str(out))["scores"]
+    told = answer_of(capsys, "scores", str(out))["scores"]
     assert found["reward"] == told["reward"]["value"]
     assert found["scored"] == told["attempts"] - told["unscored"]
 

@@ -33,11 +33,12 @@ from typing import Any, Literal
 
 import tapereel
 import tapereel as tr
-from tapereel.agents.runs.runner import RunConfig, run
+from tapereel.agents import RunConfig
+from tapereel.agents.runs import run
 from tapereel.cli import main
-from tapereel.envs.adapters.tools import ToolEnvironment
-from tapereel.tapes import Answer, ToolCalls
-from tapereel.tapes.store.store import Store
+from tapereel.envs.adapters import ToolEnvironment
+from tapereel.tapes import Answer, ToolCalls, Video
+from tapereel.tapes.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = ROOT / "examples" / "digits.py"
@@ -250,7 +251,7 @@ class Look(tr.Observation, kind="extras_look"):
 
 
 class Watch(tr.Observation):
-    clip: tr.Video
+    clip: Video
 
 
 class Sees(tr.Environment[Answer]):
@@ -263,7 +264,7 @@ class Sees(tr.Environment[Answer]):
 
 class Watches(Sees):
     async def reset(self, task: int) -> Watch:  # type: ignore[override]
-        return Watch(clip=tr.Video.of([square(task + shade) for shade in (10, 60, 110, 160)], fps=2.0))
+        return Watch(clip=Video.of([square(task + shade) for shade in (10, 60, 110, 160)], fps=2.0))
 
 
 def square(shade: int) -> tr.Picture:

@@ -9,25 +9,25 @@ import numpy as np
 import pytest
 
 import tapereel as tr
-from tapereel.agents.engines.embedded.pretrained import load_pictures
-from tapereel.agents.vision.tiny_vision import save_tiny_vision
+from tapereel.agents.engines.embedded import load_pictures
+from tapereel.agents.vision import save_tiny_vision
 from tapereel.cli import main
-from tapereel.finetune.data.rows import rows
-from tapereel.tapes.store.run_directory import read_metrics
-from tapereel.tapes.store.store import Store
+from tapereel.finetune import rows
+from tapereel.tapes import Video
+from tapereel.tapes.store import Store, read_metrics
 
 from .video_checks import EXACT, FAMILY, loaded
 
 
 class Clip(tr.Observation):
     question: str
-    video: tr.Video
+    video: Video
     picture: tr.Picture | None = None
 
 
-def film(n: int, seed: int) -> tuple[tr.Video, np.ndarray]:
+def film(n: int, seed: int) -> tuple[Video, np.ndarray]:
     frames = np.random.default_rng(seed).integers(0, 256, (n, 24, 16, 3), dtype="uint8")
-    return tr.Video.of(frames, fps=1.5, indices=range(0, 2 * n, 2)), frames
+    return Video.of(frames, fps=1.5, indices=range(0, 2 * n, 2)), frames
 
 
 TASKS = [film(n, n)[0] for n in (2, 3, 6)]
@@ -36,7 +36,7 @@ TASKS = [film(n, n)[0] for n in (2, 3, 6)]
 class Clips(tr.Environment):
     """Shows the task, a video, then another one with as many frames and a picture."""
 
-    async def reset(self, task: tr.Video) -> Clip:
+    async def reset(self, task: Video) -> Clip:
         self.n, self.turn = len(task.frames), 0
         return Clip(question="Where to?", video=task)
 

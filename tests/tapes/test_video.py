@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 import tapereel as tr
-from tapereel.tapes import BadPicture, ToolResult, ToolResults
+from tapereel.tapes import BadPicture, ToolResult, ToolResults, Video
 from tapereel.tapes.messages import content_of, frames_of, heard, image_of, image_parts, part_of, text_of, video_in
 from tapereel.tapes.pictures import media_of, pictures_of, visuals_of
 from tapereel.tapes.records import StepRecord
@@ -23,24 +23,24 @@ def pixels(*shades: int, height: int = 6, width: int = 8) -> np.ndarray:
     return np.stack([np.full((height, width, 3), shade, dtype="uint8") for shade in shades])
 
 
-CLIP = tr.Video.of(pixels(1, 2, 3), fps=2.0, indices=(0, 1, 3))
+CLIP = Video.of(pixels(1, 2, 3), fps=2.0, indices=(0, 1, 3))
 STILL = tr.Picture.of(pixels(9)[0])
 
 
 class Inside(BaseModel):
-    clips: dict[str, list[tr.Video]]
+    clips: dict[str, list[Video]]
 
 
 class Watched(tr.Observation):
     title: str
-    clip: tr.Video
+    clip: Video
     picture: tr.Picture | None = None
     inside: Inside | None = None
     end: str = ""
 
 
 class Commented(tr.Observation):
-    clip: tr.Video
+    clip: Video
 
     def __str__(self) -> str:
         return "a film"
@@ -52,9 +52,9 @@ def test_a_video_is_frames_and_their_times(tmp_path: Path) -> None:
     assert str(CLIP) == f"[video 3 frames 8x6 0.0-1.5 s {CLIP.frames[0].name[:12]}]"
     (tmp_path / "b.png").write_bytes(CLIP.frames[1].data or b"")
     sources = [CLIP.frames[0].data, tmp_path / "b.png", CLIP.frames[2]]
-    assert tr.Video.of(sources, fps=2, indices=np.array([0, 1, 3])) == CLIP
-    assert asyncio.run(tr.Video.read(pixels(1, 2, 3), fps=2)).indices == (0, 1, 2)
-    assert tr.Video.of(pixels(1, 2, 3), fps=4, indices=(0, 1, 3)) != CLIP, "other times"
+    assert Video.of(sources, fps=2, indices=np.array([0, 1, 3])) == CLIP
+    assert asyncio.run(Video.read(pixels(1, 2, 3), fps=2)).indices == (0, 1, 2)
+    assert Video.of(pixels(1, 2, 3), fps=4, indices=(0, 1, 3)) != CLIP, "other times"
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ def test_a_video_is_frames_and_their_times(tmp_path: Path) -> None:
 )
 def test_a_bad_video_is_an_error_that_says_why(frames: Any, more: dict[str, Any], says: str) -> None:
     with pytest.raises(BadPicture, match=says):
-        tr.Video.of(frames, **{"fps": 1, **more})
+        Video.of(frames, **{"fps": 1, **more})
 
 
 def test_a_video_stands_wherever_a_picture_can() -> None:
-    other = tr.Video.of([STILL], fps=1)
+    other = Video.of([STILL], fps=1)
     step = Watched(title="look", clip=CLIP, picture=STILL, inside=Inside(clips={"left": [other, CLIP]}), end="so?")
     assert parts_of(step) == ("look", CLIP, STILL, "left", other, CLIP, "so?")
     assert visuals_of(step) == (CLIP, STILL, other, CLIP)
@@ -111,7 +111,7 @@ def test_a_recorded_video_is_read_back_without_its_bytes() -> None:
     assert read.body() == body
     assert [frame.data for frame in pictures_of(read.content)] == [None, None, None]
     with pytest.raises(ValidationError, match=r"Media\.put"):
-        tr.Video.model_validate(CLIP.model_dump(mode="json"))
+        Video.model_validate(CLIP.model_dump(mode="json"))
 
 
 def test_a_message_has_one_part_for_a_video_and_a_blind_reader_gets_frames() -> None:

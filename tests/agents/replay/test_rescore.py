@@ -14,8 +14,8 @@ from tapereel.envs import Rewards, RewardSource
 from tapereel.envs.checks.rescore import disagreement, opinion, rescore
 from tapereel.envs.rewards import Scorer, rewarded
 from tapereel.tapes import Tape
-from tapereel.tapes.audit.verdict import Verdict
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.audit import Verdict
+from tapereel.tapes.store import Store
 
 from ...cli.lab import answer_of
 from .worlds import Counting, Speaker, word
@@ -225,7 +225,7 @@ def test_what_is_added_is_not_called_verified(run: str, capsys: pytest.CaptureFi
     assert sum("layer 'one'" in note for note in without) == 2, without
 
 
-def test_eval_and_show_read_the_rewards_of_a_layer(run: str, capsys: pytest.CaptureFixture[str]):
+def test_scores_and_show_read_the_rewards_of_a_layer(run: str, capsys: pytest.CaptureFixture[str]):
     assert main(["replay", "rewards", run, "--reward", f"{run}.py:both", "--layer", "one"]) == 0
     with Store.open(run) as store:
         rewards = {tape.id: 2.0 + len(tape) for tape in store.tapes()}
@@ -233,12 +233,12 @@ def test_eval_and_show_read_the_rewards_of_a_layer(run: str, capsys: pytest.Capt
     capsys.readouterr()
     listed = answer_of(capsys, "show", run, "--layer", "one")
     assert {tape["id"]: tape["reward"] for tape in listed["tapes"]} == rewards
-    scores = answer_of(capsys, "eval", run, "--layer", "one")["scores"]
+    scores = answer_of(capsys, "scores", run, "--layer", "one")["scores"]
     assert scores["reward"]["value"] == listed["mean_reward"] == sum(rewards.values()) / TAPES
     first, reward = next(iter(rewards.items()))
     assert main(["show", run, first]) == 0
     assert f"reward in layer one: {reward:g}" in capsys.readouterr().out
-    for verb in ("show", "eval"):
+    for verb in ("show", "scores"):
         assert main([verb, run, "--layer", "on"]) == 64
         assert "the layers are one" in capsys.readouterr().err
 

@@ -15,9 +15,9 @@ from tapereel.tapes import Answer, Status
 
 WORLD = """
 import tapereel as tr
-from tapereel.tapes import Answer
+from tapereel.tapes import Answer, Thought
 
-class Plan(tr.Thought):
+class Plan(Thought):
     text: str
 
 class Planner(tr.Agent):

@@ -25,12 +25,13 @@ from typing import Any
 from pydantic import ValidationError
 
 import tapereel as tr
-from tapereel.agents import Limits
-from tapereel.agents.engines.embedded.pretrained import load_pretrained
+from tapereel.agents import EmbeddedEngine, Limits, check_engine
+from tapereel.agents.engines.embedded import load_pretrained
 from tapereel.agents.episode.recorder import Recorder
-from tapereel.finetune.run.train_config import TrainConfig
+from tapereel.finetune import TrainConfig
+from tapereel.tapes import TapereelError, Video
+from tapereel.tapes.common import load_config
 from tapereel.tapes.common.progress import silent
-from tapereel.tapes.errors import TapereelError
 
 CALLED = ("progress", "actions", "row", "source", "factory")
 """Arguments that are functions of the caller."""
@@ -169,25 +170,35 @@ def targets(home: Path) -> list[Target]:
     def at(out: Path) -> Path:
         return out / "out"
 
-    add("tr.run", tr.run, **scene, out=at, attempts=1, seed=0, resume=False, settings=model, progress=silent)
-    add("tr.evaluate", tr.evaluate, **scene, out=at, attempts=1, k=(1,), success=1.0, seed=0, settings=model)
-    add("tr.train", tr.train, **{**scene, "model": "no_folder"}, out=at, updates=1, recipe="grpo",
-        settings={"evaluation.fraction": 0})  # fmt: skip
+    def scored(tape: tr.Tape) -> float:
+        return 1.0
+
+    async def program(task: object, endpoint: object) -> str:
+        return "a"
+
+    add("tr.run", tr.run, **scene, out=at, attempts=1, seed=0, resume=False, take_over=False, config=None,
+        settings=model, progress=silent)  # fmt: skip
+    add("tr.evaluate", tr.evaluate, **scene, out=at, attempts=1, k=(1,), success=1.0, seed=0, config=None,
+        settings=model)  # fmt: skip
+    add("tr.train", tr.train, **{**scene, "model": "no_folder"}, out=at, updates=1, recipe="grpo", take_over=False,
+        config=None, settings={"evaluation.fraction": 0})  # fmt: skip
+    add("tr.Program", tr.Program, program=program, name="p", follow=True, embeddings=None)
+    add("tr.Rewards", tr.Rewards, sources=[scored])
     add("tr.open", tr.open, path=made.path)
     add("tr.save_tiny_model", tr.save_tiny_model, folder=home / "tiny", alphabet="ab", size="micro", seed=0, context=8)
     add("tr.Run", tr.Run, path=made.path, agent=tr.ChatAgent(), env=Echo, summary=None)
     add("tr.agent", tr.agent, function=lambda tape, llm: None)
     add("tr.delegate", tr.delegate, name="a", agent=tr.ChatAgent(), tape=tape, llm=None)
-    add("tr.check_engine", tr.check_engine, engine=tr.ScriptedEngine(lambda request: "a"), timeout=5.0, max_tokens=4)
+    add("check_engine", check_engine, engine=tr.ScriptedEngine(lambda request: "a"), timeout=5.0, max_tokens=4)
     add("tr.check_env", tr.check_env, factory=Echo, tasks=["a"], actions=lambda o, r: "a", episodes=1, timeout=5.0)
     add("tr.get_recipe", tr.get_recipe, name="grpo", changes=None, run=None)
-    add("tr.load_config", tr.load_config, base=TrainConfig, file=None, sets=())
+    add("load_config", load_config, base=TrainConfig, file=None, sets=())
     add("tr.rollout", tr.rollout, agent=tr.ChatAgent(), env=Echo, task="a", engine=tr.ScriptedEngine(lambda r: "a"),
         seed=0, limits=Limits(), sampling=None, journal=None)  # fmt: skip
     add("tr.rows", tr.rows, tape=tape, agents=None, renderer=None)
     add("tr.ChatAgent", tr.ChatAgent, system="s", actions=(), plain=None, parse=None, tools=(), misreads=1, name="n",
         temperature=1.0, max_tokens=3)  # fmt: skip
-    add("tr.EmbeddedEngine", tr.EmbeddedEngine, model=engine, renderer=None, version="0", slots=1,
+    add("EmbeddedEngine", EmbeddedEngine, model=engine, renderer=None, version="0", slots=1,
         capacity=32, copy=True)  # fmt: skip
     add("tr.ScriptedEngine", tr.ScriptedEngine, answers=["a"], renderer=None)
     add(
@@ -206,8 +217,8 @@ def targets(home: Path) -> list[Target]:
     add("tr.Task", tr.Task, public="a", private="b", id=None)
     add("tr.Picture", tr.Picture, media="m", width=1, height=1)
     add("tr.Picture.of", tr.Picture.of, source=b"", alt=None)
-    add("tr.Video", tr.Video, frames=(), fps=1.0, indices=())
-    add("tr.Video.of", tr.Video.of, frames=[], fps=1.0, indices=None)
+    add("Video", Video, frames=(), fps=1.0, indices=())
+    add("Video.of", Video.of, frames=[], fps=1.0, indices=None)
     add("tr.Tape", tr.Tape, log=tape.log)
     add("tr.Tape.of", tr.Tape.of, bodies=tape.bodies, layers=(), parent=None, file=None)
     add("tr.Taskset", tr.Taskset, source=["a"], size=1, row=None, name="n")
@@ -225,6 +236,10 @@ def targets(home: Path) -> list[Target]:
     add("run.dataset", made.dataset, split="eval", status=None, min_reward=None, agents=None, tokenizer=None,
         streaming=False)  # fmt: skip
     add("run.scores", made.scores, split=None, k=(1,), success=1.0, by=None)
+    add("run.rescore", made.rescore, reward=scored, layer=None, tapes=(), split=None, tolerance=0.0)
+    add("run.explain", made.explain, tape=tape.id, tokenizer=None)
+    add("run.diff", made.diff, other=made.path, split=None, against_split=None)
+    add("run.view", made.view, out=lambda out: out.with_suffix(".html"), tapes=(), browser=False)
     add("run.verify", made.verify, pins=())
     add("run.audit", made.audit, split=None, limit=None)
     add("run.replay", made.replay, agent=None, tapes=(), split=None)

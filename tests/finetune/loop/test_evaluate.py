@@ -29,9 +29,10 @@ from tapereel.agents.runs.pass_at_k import (
 )
 from tapereel.cli import main
 from tapereel.envs.load_named import load_named
-from tapereel.finetune.run.evaluation import Evaluation, specs_of
+from tapereel.finetune import Evaluation
+from tapereel.finetune.run.evaluation import specs_of
 from tapereel.tapes import Sampling, Tape, Task
-from tapereel.tapes.store.store import Store
+from tapereel.tapes.store import Store
 
 from ...cli import world
 from ...cli.lab import SCENE, answer_of, refusal_of, settings
@@ -201,7 +202,7 @@ def test_an_evaluation_is_held_out_and_its_attempts_share_the_world(tmp_path: Pa
 
 
 @pytest.mark.ledger("F86")
-def test_run_reports_pass_at_k_and_eval_reads_it_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_run_reports_pass_at_k_and_scores_reads_it_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     script = ("--set", f"engine.policy={EXAMPLE}:counting", "--set", "count=12")
     out, other = str(tmp_path / "r"), str(tmp_path / "s")
     found = answer_of(capsys, "run", *SCENE, *script, "--k", "1,3", "--out", out)
@@ -216,13 +217,13 @@ def test_run_reports_pass_at_k_and_eval_reads_it_back(tmp_path: Path, capsys: py
     assert (again["recorded"], list(again["scores"]["pass_at"])) == (0, ["2"])
     half = ("--set", f"engine.policy={WORLD}:half_right", "--set", "count=12")
     answer_of(capsys, "run", *SCENE, *half, "--out", other)
-    read = answer_of(capsys, "eval", out, "--against", other)
+    read = answer_of(capsys, "scores", out, "--against", other)
     assert read["difference"]["reward"]["tasks"] == 12
     assert read["difference"]["reward"]["value"] == pytest.approx(1 - read["against_scores"]["reward"]["value"])
-    assert main(["eval", out, "--by", "kind"]) == 0
+    assert main(["scores", out, "--by", "kind"]) == 0
     assert "without kind:" in capsys.readouterr().out
-    assert re.search(r"'nothing'.*\beval\b", refusal_of(capsys, "eval", out, "--split", "nothing"))
-    assert "--k '0,two'" in refusal_of(capsys, "eval", out, "--k", "0,two")
+    assert re.search(r"'nothing'.*\beval\b", refusal_of(capsys, "scores", out, "--split", "nothing"))
+    assert "--k '0,two'" in refusal_of(capsys, "scores", out, "--k", "0,two")
     assert "1 <= k <= attempts" in refusal_of(
         capsys, "run", *SCENE, *script, *settings("k=[9]"), "--out", str(tmp_path / "t")
     )

@@ -15,8 +15,7 @@ from tapereel.cli import main
 from tapereel.tapes.errors import NewerRecord
 from tapereel.tapes.records import Publish
 from tapereel.tapes.schema import parse_record
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.store import Store, verify
 
 
 class Echo(tr.Environment):
@@ -70,7 +69,7 @@ def test_what_a_later_version_wrote_is_undecided_and_named(grown: tuple[Path, st
     assert main(["verify", str(run)]) == 2
     assert part in capsys.readouterr().out
     assert main(["show", str(run)]) == 0
-    assert main(["eval", str(run)]) == 0
+    assert main(["scores", str(run)]) == 0
     capsys.readouterr()
 
 

@@ -18,9 +18,9 @@ from tapereel.cli import main
 from tapereel.cli.console import Exit
 from tapereel.cli.look.view import _compare
 from tapereel.tapes.errors import NoSuchTape
-from tapereel.tapes.store.run_directory import append_metrics
-from tapereel.tapes.store.store import Store
-from tapereel.tapes.view.runs import Runs, find_runs
+from tapereel.tapes.store import Store, append_metrics
+from tapereel.tapes.view import Runs
+from tapereel.tapes.view.runs import find_runs
 
 from .lab import HOSTILE, Recording, training_run
 from .serving import ask, serving_view
@@ -144,7 +144,7 @@ def test_a_link_out_of_the_folder_is_not_a_run(folder: Path, tmp_path: Path) -> 
             runs.view(key)
 
 
-def test_two_runs_are_compared_as_eval_does(tmp_path: Path) -> None:
+def test_two_runs_are_compared_as_scores_does(tmp_path: Path) -> None:
     one = run_of(tmp_path / "one", {"a": 1.0, "b": 0.0, "c": 1.0, "mine": 1.0})
     other = run_of(tmp_path / "other", {"a": 0.0, "b": 0.5, "c": 1.0, "theirs": 0.25})
     with Runs(tmp_path, compare=_compare) as runs:

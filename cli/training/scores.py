@@ -1,4 +1,4 @@
-"""`tapereel eval`: report reward and pass@k of recorded episodes with intervals, and the difference from another run.
+"""`tapereel scores`: report reward and pass@k of recorded episodes with intervals, and the difference from another run.
 
 It only reads tapes, and runs no episodes.
 """
@@ -13,8 +13,8 @@ from ..console import Exit, answer
 from ..score_lines import read_k, score_lines
 
 EXAMPLE = """
-tapereel eval runs/digits-passk --k 1,4,16
-tapereel eval runs/digits --split eval-after-sampled --against runs/digits --against-split eval-before-sampled
+tapereel scores runs/digits-passk --k 1,4,16
+tapereel scores runs/digits --split eval-after-sampled --against runs/digits --against-split eval-before-sampled
 """
 
 
