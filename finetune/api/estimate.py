@@ -149,7 +149,7 @@ def estimate(config: TrainConfig, ranks: int = 1, prompt: int | None = None) -> 
     if offload:
         kept = {"optimiser": moments, "critic": learnt * 2 if valued else 0}
         needs["GiB of main memory"] = _gib({name: size // parts for name, size in kept.items()})
-    tokens = {"episode": episode, "update": batch, "run": loop.updates * batch + measured}
+    tokens: dict[str, float] = {"episode": episode, "update": batch, "run": loop.updates * batch + measured}
     state = trained * (3 if loop.optimiser.ema else 2) + (trained if reads and reference is None else 0)
     checkpoint = (state + 3 * learnt // WIDE * valued) * WIDE
     checkpoint += shape.parameters * own * (2 if loop.optimiser.ema else 1) if lora is None else model + trained * WIDE
