@@ -59,7 +59,7 @@ def placed_attempts(
             )
     models = [engines.engine, *(player.engine for player in engines.players.values())]
     kinds = [one.kind for one in models]
-    # The lead's engine knows which weights its servers have, and its own server is known to nobody else.
+    # The lead's engine knows which weights its servers have, and its own server is known only to the lead.
     alone = any(isinstance(one, ServerConfig) and not one.urls for one in models)
     lends = trains or alone or any(kind in ("embedded", "custom") for kind in kinds)
     with _connected(config.on) as ray:

@@ -42,7 +42,7 @@ SILENT = 60.0
 """A worker that answers nothing for this many seconds loses its episodes."""
 KILLED = 300.0
 """A worker that answers nothing for this many seconds is started again."""
-NOBODY = 600.0
+ABANDONED = 600.0
 """The run stops if no worker answers for this many seconds."""
 CLOSING = 15.0
 """A cancelled episode has this many seconds to return its records."""
@@ -190,8 +190,8 @@ class RemoteAttempts:
             best = min(well, key=lambda one: len(one.flights), default=None)
             if best is not None and len(best.flights) < CAPACITY:
                 return best
-            if best is None and time.monotonic() - max(since, *(one.heard for one in self._members)) > NOBODY:
-                raise NoWorkers(f"no worker has answered for {NOBODY:g} s")
+            if best is None and time.monotonic() - max(since, *(one.heard for one in self._members)) > ABANDONED:
+                raise NoWorkers(f"no worker has answered for {ABANDONED:g} s")
             self._free.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(BEAT):
@@ -400,7 +400,7 @@ async def _awaited(called: Awaitable[object]) -> object:
 
 
 def _seen(call: asyncio.Future[object]) -> None:
-    """Take note of the result of a call that nobody waits for."""
+    """Take note of the result of a call that no code waits for."""
     if not call.cancelled():
         call.exception()
 
