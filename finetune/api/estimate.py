@@ -26,6 +26,8 @@ PROMPT = 256
 """Tokens of a prompt that `say_needs` assumes, since no prompt is known before a run begins."""
 LIBRARIES = 0.4e9
 """Bytes that Python needs with torch and transformers."""
+AHEAD = ("gspo", "minor_sft")
+"""The recipes whose loss of a token depends on other tokens (`Recipe.local` is false)."""
 ROOM = 0.8
 """Share of the free memory that a run without gradient checkpointing may need by its estimate."""
 WIDE, NARROW = 4, 2
@@ -105,7 +107,8 @@ def estimate(config: TrainConfig, ranks: int = 1, prompt: int | None = None) -> 
         "engine of the evaluation": sum(engine.values()) if apart else 0,
     }
     micro, narrow = max(loop.optimiser.micro_tokens, longest), loop.optimiser.autocast is not None
-    if prompt is not None and not loop.optimiser.gradient_checkpointing:  # a group's prompt is forwarded once
+    # A group's prompt is forwarded once, and its rows are a micro-batch. Recipes in `AHEAD` keep several of them.
+    if prompt is not None and not loop.optimiser.gradient_checkpointing and loop.recipe not in AHEAD:
         micro = max(longest, min(micro, prompt + loop.episodes_per_group * episode))
     if ranks > 1:  # `sequence_parallel` ranks share the tokens
         micro = -(-micro // config.processes.sequence_parallel)

@@ -21,9 +21,10 @@ from tapereel.agents.setup import profiles
 from tapereel.agents.setup.profiles import shape_of
 from tapereel.cli import main
 from tapereel.finetune.api import estimate as module
-from tapereel.finetune.api.estimate import PROMPT, estimate, fit_memory, free_memory, say_needs
+from tapereel.finetune.api.estimate import AHEAD, PROMPT, estimate, fit_memory, free_memory, say_needs
 from tapereel.finetune.loop.loop_config import RECIPES
 from tapereel.finetune.recipes import RECIPES as REAL
+from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.trainer import lm_head
 from tapereel.finetune.trainer.logprobs import be_still
@@ -247,6 +248,7 @@ def test_a_rank_needs_what_the_benchmark_measured(ranks: int, peak: float, tmp_p
 
 def test_the_names_of_the_recipes_are_those_of_their_module():
     assert set(RECIPES) == set(REAL)
+    assert set(AHEAD) == {name for name in RECIPES if not get_recipe(name).local}
 
 
 def test_a_reference_and_a_teacher_are_counted(tmp_path: Path):
