@@ -238,7 +238,7 @@ def say_needs(config: TrainConfig, out: Path) -> None:
     found = estimate(config, ranks, PROMPT)
     if found is None or rank:
         return
-    checkpoint, run = (size * 2**30 for size in found["GiB of disk"].values())
+    checkpoint, run = (found["GiB of disk"].get(what, 0) * 2**30 for what in ("checkpoint", "run"))
     place, free = _place(config)
     memory = found["GiB"]["sum"] * 2**30 + (LIBRARIES if place == "memory" else 0)
     log.info(
