@@ -78,6 +78,7 @@ def train(
         "loop.group_size": 4,
         "loop.max_lag": 0,
         "loop.checkpoint_every": 1,
+        "loop.keep_checkpoints": None,
         "loop.sampling.max_tokens": 6,
         "loop.optimiser.lr": 1e-2,
         "evaluation.fraction": 0,
