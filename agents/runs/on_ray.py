@@ -20,7 +20,7 @@ from ...tapes.common.text import counted, logger
 from ...tapes.errors import MissingExtra, UsageError
 from ..setup.engine_config import ServerConfig
 from ..setup.on_config import RayConfig
-from ..setup.setup import LoadedSetup, Setup
+from ..setup.setup import LoadedSetup, Setup, is_unnamed
 from ..setup.team_config import renderer_of
 from .attempts import Attempts, LocalAttempts
 from .remote_attempts import CAPACITY, Handle, RemoteAttempts
@@ -59,13 +59,13 @@ def placed_attempts(
             )
     models = [engines.engine, *(player.engine for player in engines.players.values())]
     kinds = [one.kind for one in models]
-    # The lead's engine knows which weights its servers have, and its own server is known only to the lead.
+    # The lead's engine knows which weights its servers have, and only the lead knows the server that it started.
     alone = any(isinstance(one, ServerConfig) and not one.urls for one in models)
     lends = trains or alone or any(kind in ("embedded", "custom") for kind in kinds)
     with _connected(config.on) as ray:
         handles = _start(ray, config, setup, engines, most)
         try:
-            named = _check(ray, handles, setup, engines, "embedded" in kinds)
+            named = _check(ray, handles, _named_code(config, setup), engines, "embedded" in kinds)
             yield RemoteAttempts(
                 setup.agent,
                 setup.env,
@@ -168,7 +168,9 @@ def _start(ray: Any, config: Setup, setup: LoadedSetup, engines: Engines, most: 
     return {f"worker-{number}": made.remote(what) for number in range(number)}
 
 
-def _check(ray: Any, handles: dict[str, Any], setup: LoadedSetup, engines: Engines, embedded: bool) -> dict[str, Any]:
+def _check(
+    ray: Any, handles: dict[str, Any], code: Mapping[str, str], engines: Engines, embedded: bool
+) -> dict[str, Any]:
     """Wait until the workers have loaded everything. Return them by machine and number. Workers that don't start in
     time are left out. Raises UsageError if none starts, or if one can't take part."""
     refs = {handle.ready.remote(): name for name, handle in handles.items()}
@@ -181,7 +183,7 @@ def _check(ray: Any, handles: dict[str, Any], setup: LoadedSetup, engines: Engin
         raise UsageError(f"on=ray: none of {counted(len(refs), 'worker')} started within {READY_SECONDS:g} s")
     renderer = renderer_of(engines.engine)
     tokenizer = renderer.tokenizer_hash + renderer.template_hash if renderer is not None else None
-    here = Hello(socket.gethostname(), os.getpid(), asked, package_digest(), setup.code, tokenizer)
+    here = Hello(socket.gethostname(), os.getpid(), asked, package_digest(), code, tokenizer)
     named: dict[str, Any] = {}
     for number, ref in enumerate(done):
         try:
@@ -192,6 +194,12 @@ def _check(ray: Any, handles: dict[str, Any], setup: LoadedSetup, engines: Engin
         check_hello(hello, here, refs[ref], embedded=embedded, until=time.time())
         named[f"{hello.machine}/{number}"] = handles[refs[ref]]
     return named
+
+
+def _named_code(config: Setup, setup: LoadedSetup) -> dict[str, str]:
+    """Return the digests of code that workers import. An object without a name brings its code along."""
+    agent, env = (not is_unnamed(name or "") for name in (config.agent, config.env))
+    return {part: code for part, code in setup.code.items() if part == "python" or (agent if part == "agent" else env)}
 
 
 def check_hello(hello: Hello, here: Hello, name: str, *, embedded: bool, until: float) -> None:

@@ -42,7 +42,7 @@ SILENT = 60.0
 """A worker that answers nothing for this many seconds loses its episodes."""
 KILLED = 300.0
 """A worker that answers nothing for this many seconds is started again."""
-ABANDONED = 600.0
+ABSENT = 600.0
 """The run stops if no worker answers for this many seconds."""
 CLOSING = 15.0
 """A cancelled episode has this many seconds to return its records."""
@@ -190,8 +190,8 @@ class RemoteAttempts:
             best = min(well, key=lambda one: len(one.flights), default=None)
             if best is not None and len(best.flights) < CAPACITY:
                 return best
-            if best is None and time.monotonic() - max(since, *(one.heard for one in self._members)) > ABANDONED:
-                raise NoWorkers(f"no worker has answered for {ABANDONED:g} s")
+            if best is None and time.monotonic() - max(since, *(one.heard for one in self._members)) > ABSENT:
+                raise NoWorkers(f"no worker has answered for {ABSENT:g} s")
             self._free.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(BEAT):
@@ -400,16 +400,16 @@ async def _awaited(called: Awaitable[object]) -> object:
 
 
 def _seen(call: asyncio.Future[object]) -> None:
-    """Take note of the result of a call that no code waits for."""
+    """Take note of the result of a call that has no caller waiting."""
     if not call.cancelled():
         call.exception()
 
 
 def _tape_of(flight: _Flight, fork: Tape | None) -> Tape:
-    records = [(parse_record(body), body) for body in flight.bodies]
+    inside = tuple(f'{{"t":"{kind}"'.encode() for kind in IN_TAPE)
     return Tape.of(
-        [body for record, body in records if record.t in IN_TAPE],
-        layers=[record for record, _ in records if record.t not in IN_TAPE],
+        [body for body in flight.bodies if body.startswith(inside)],
+        layers=[parse_record(body) for body in flight.bodies if not body.startswith(inside)],
         parent=fork,
         file=lambda name: flight.journal.media.get(f"media:{name}"),
     )
