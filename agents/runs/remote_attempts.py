@@ -161,7 +161,7 @@ class RemoteAttempts:
                 if ended is not None:
                     return ended
                 self.lost += 1
-                log.warning("%s: its episode is made again with the same seeds", lost)
+                log.info("%s: its episode is made again with the same seeds", lost)
             finally:
                 del member.flights[tape]
                 self._free.set()
