@@ -53,6 +53,7 @@ def run(
     seed: int | None = None,
     resume: bool = False,
     take_over: bool = False,
+    on: str | None = None,
     config: RunConfig | None = None,
     settings: Mapping[str, Setting] | None = None,
     progress: Progress = silent,
@@ -61,7 +62,8 @@ def run(
 
     `out` is the run directory. By default, a new directory below `runs/` is made. `attempts` is the number of episodes
     for each task, by default 1. If `resume` is true, the run in `out` continues. `take_over` takes it over from another
-    process, which stops before its next record.
+    process, which stops before its next record. `on="ray"` runs the episodes in Ray's workers on this machine, and
+    `on="ray:ADDRESS"` in those of a running cluster.
 
     `settings` can set any setting of `tapereel run` by its dotted key, as in `{"limits.turns": 8}`. `config` has
     settings as an object, such as the `config` of an earlier run. The other arguments override it, and `settings`
@@ -70,7 +72,7 @@ def run(
     Raises UsageError, and writes nothing, if an argument is invalid, or if `out` holds a run and `resume` is false, or
     no run and `resume` is true.
     """
-    sets = {"attempts": attempts, "seed": seed}
+    sets = {"attempts": attempts, "seed": seed, "on": on}
     made: RunConfig = _config(config or RunConfig, model, sets, settings)
     folder = _folder(out, agent, take_over, resume)
     summary = run_config(made, folder, agent=agent, env=env, tasks=tasks, resume=resume, progress=progress)
@@ -89,6 +91,7 @@ def evaluate(
     k: Sequence[int] = (),
     success: float | None = None,
     seed: int | None = None,
+    on: str | None = None,
     config: RunConfig | None = None,
     settings: Mapping[str, Setting] | None = None,
     progress: Progress = silent,
@@ -98,8 +101,8 @@ def evaluate(
 
     `attempts` is the number of episodes for each task. `k` lists the numbers for which to report pass@k. By default,
     `attempts` is the largest of them, or 1. `success` is the minimum reward that counts as a success, by default 1.
-    The episodes are recorded in `out`, as in `run`, and `config` and `settings` are as in `run`. To read the scores of
-    recorded episodes, call `scores` of a `Run`.
+    The episodes are recorded in `out`, as in `run`, and `on`, `config` and `settings` are as in `run`. To read the
+    scores of recorded episodes, call `scores` of a `Run`.
     """
     sets: dict[str, Any] = dict(k_settings(k, attempts is not None or config is not None)) if k else {}
     sets |= {} if success is None else {"success": success}
@@ -111,6 +114,7 @@ def evaluate(
         out=out,
         attempts=attempts,
         seed=seed,
+        on=on,
         config=config,
         settings={**sets, **(settings or {})},
         progress=progress,
@@ -132,6 +136,7 @@ def train(
     seed: int | None = None,
     resume: bool = False,
     take_over: bool = False,
+    on: str | None = None,
     config: TrainConfig | None = None,
     settings: Mapping[str, Setting | Taskset] | None = None,
     progress: Progress = silent,
@@ -142,7 +147,7 @@ def train(
     `model` is a folder in Hugging Face format, a GGUF file, or a model on the hub as `org/name` or
     `org/name@revision`. `updates` is the number of updates in the loop. `recipe` is the name of a recipe, such as
     `grpo`, or `module:name`. `updates` and `recipe` have the same defaults as in `tapereel train`. In the returned
-    run, `model` is the folder of the trained model. `resume` and `take_over` are as in `run`.
+    run, `model` is the folder of the trained model. `resume`, `take_over` and `on` are as in `run`.
 
     `settings` can set any setting of `tapereel train` by its dotted key, as in `{"loop.optimiser.lr": 1e-3}`.
     `evaluation.tasks` may be a `Taskset`, such as the second part of `Taskset.split`. `config` has settings as an
@@ -154,7 +159,7 @@ def train(
     """
     from ..run.train_config import TrainConfig
 
-    named = {"seed": seed, "loop.updates": updates, "loop.recipe": recipe}
+    named = {"seed": seed, "loop.updates": updates, "loop.recipe": recipe, "on": on}
     sets: dict[str, Any] = {**(settings or {})}
     held_out = sets.get(_HELD_OUT)
     if isinstance(held_out, Taskset):
