@@ -152,12 +152,13 @@ def estimate(config: TrainConfig, ranks: int = 1, prompt: int | None = None) -> 
     if offload:
         kept = {"optimiser": moments, "critic": learnt * 2 if valued else 0}
         needs["GiB of main memory"] = _gib({name: size // parts for name, size in kept.items()})
-    tokens: dict[str, float] = {"episode": episode, "update": batch, "run": loop.updates * batch + measured}
+    tokens = {"episode": episode, "update": batch, "run": loop.updates * batch + measured}
     state = trained * (3 if loop.optimiser.ema else 2) + (trained if reads and reference is None else 0)
     checkpoint = (state + 3 * learnt // WIDE * valued) * WIDE
     checkpoint += shape.parameters * own * (2 if loop.optimiser.ema else 1) if lora is None else model + trained * WIDE
     disk = checkpoint * _kept(config, measures) + tokens["run"] // episode * 3000 + tokens["run"] * 40
-    return {**needs, "GiB of disk": _gib({"checkpoint": checkpoint, "run": disk}), "tokens": tokens}
+    amounts: dict[str, float] = {**tokens}
+    return {**needs, "GiB of disk": _gib({"checkpoint": checkpoint, "run": disk}), "tokens": amounts}
 
 
 def _kept(config: TrainConfig, measures: bool) -> int:
