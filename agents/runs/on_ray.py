@@ -127,7 +127,10 @@ def _connect(ray: Any, address: str) -> None:
     thread.start()
     thread.join(CONNECT_SECONDS)
     if thread.is_alive():
-        raise UsageError(f"on={address}: no Ray cluster answered within {CONNECT_SECONDS:g} s: {_START}")
+        raise UsageError(  # Ray goes on trying with a wrong token
+            f"on={address}: no Ray cluster accepted this process within {CONNECT_SECONDS:g} s: give it the cluster's "
+            f"token (RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH) if the cluster runs; otherwise {_START}"
+        )
     if failed:
         said = str(failed[0]).strip().splitlines()[0][:300] if str(failed[0]).strip() else type(failed[0]).__name__
         token = any(word in str(failed[0]).lower() for word in ("auth", "token"))
@@ -190,7 +193,8 @@ def _check(
             hello = ray.get(ref)
         except Exception as error:
             cause = getattr(error, "cause", None) or error
-            raise UsageError(f"on=ray: a worker can't load the run: {type(cause).__name__}: {cause}") from error
+            said = " ".join(str(cause).split())[:500]  # Ray's messages have many lines
+            raise UsageError(f"on=ray: a worker can't load the run: {type(cause).__name__}: {said}") from error
         check_hello(hello, here, refs[ref], embedded=embedded, until=time.time())
         named[f"{hello.machine}/{number}"] = handles[refs[ref]]
     return named

@@ -154,20 +154,16 @@ def refused() -> None:
     players = ["--set", "players={other: {agents: [player/x], engine: {model: model}}}"]
     subprocess.run([sys.executable, DIGITS, "model"], check=True, capture_output=True, timeout=100)
     assert "players" in refusal("train", *digits(), *players, "--on", "ray", "--out", "out")
-    start = ["start", "--head", "--port=0", "--num-cpus=1", "--include-dashboard=false"]
-    started = subprocess.run(
-        [Path(sys.executable).parent / "ray", *start, "--object-store-memory=100000000"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    os.environ["RAY_AUTH_MODE"] = "token"  # `Cluster` doesn't turn it on, as `ray start` does
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 100 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        at = next(line for line in started.stdout.splitlines() if "RAY_ADDRESS" in line or "--address" in line)
-        address = at.split("'")[1]
-        said = refusal(*run, "--on", f"ray:{address}", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64)
+        said = refusal(*run, "--on", f"ray:{cluster.address}", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64)
         assert "token" in said, said
     finally:
-        subprocess.run([Path(sys.executable).parent / "ray", "stop", "--force"], capture_output=True, timeout=100)
+        cluster.shutdown()
     assert not Path("out").exists()
 
 
