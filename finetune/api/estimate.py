@@ -234,10 +234,10 @@ def _place(config: TrainConfig) -> tuple[str, int | None]:
 
 def say_needs(config: TrainConfig, out: Path) -> None:
     """Log about how much memory and disk a run of these settings needs, and warn if the machine has less. Nothing is
-    said if the shape of the model is unknown. Imports torch."""
+    said if the shape of the model is unknown, or if `out` is a file, which `train` refuses. Imports torch."""
     rank, ranks = _ranks()
     found = estimate(config, ranks, PROMPT)
-    if found is None or rank:
+    if found is None or rank or out.is_file():
         return
     checkpoint, run = (found["GiB of disk"].get(what, 0) * 2**30 for what in ("checkpoint", "run"))
     place, free = _place(config)

@@ -20,7 +20,7 @@ from tapereel.finetune.trainer import lm_head as head
 from tapereel.finetune.trainer import score, trainer
 from tapereel.finetune.trainer.logprobs import read_out
 
-from ...oracles.recipes import EQUATIONS, GROUPS, LENGTHS, REWARDS, TURNS, N, world
+from ...oracles.recipes import EQUATIONS, GROUPS, LENGTHS, PARTS, REWARDS, TURNS, WEIGHTS, N, world
 from ..build import VOCABULARY, batch, episode, exact, gradient, row, same, tiny_model, trainer_of
 from .test_barred import barred_rows
 
@@ -109,8 +109,8 @@ def of_world(recipe: Recipe, model: Any) -> tuple[Any, list[Row], Batch, Tensor]
     w = world()
     rows = [row(f"t{i}", g, turns=t) for i, (g, t) in enumerate(zip(GROUPS, TURNS, strict=True))]
     episodes = [
-        episode(f"t{i}", g, reward=r, length=n)
-        for i, (g, r, n) in enumerate(zip(GROUPS, REWARDS, LENGTHS, strict=True))
+        episode(f"t{i}", g, reward=r, length=n, components=parts, weights=WEIGHTS)
+        for i, (g, r, n, parts) in enumerate(zip(GROUPS, REWARDS, LENGTHS, PARTS, strict=True))
     ]
     lp = torch.cat(
         [
