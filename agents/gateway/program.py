@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 from ...tapes import Answer, Step, Tape
 from ...tapes.common.arguments import check_arguments
 from ...tapes.common.redact import without_secrets
-from ...tapes.errors import TapereelError
+from ...tapes.errors import BadArgument, TapereelError
 from ..engines.transport.proxies import ask_directly
 from ..episode.agent import Agent
 from ..episode.llm import LLM
@@ -106,11 +106,11 @@ class Program(Agent):
     ) -> None:
         """`gateway` is a gateway that is already being served. By default, all programs in an event loop share one.
 
-        Raises TypeError if `program` is neither a list of strings nor an async function.
+        Raises BadArgument if `program` is neither a list of strings nor an async function.
         """
         if isinstance(program, str) or (callable(program) and not _is_async(program)):
-            raise TypeError(
-                f"Program needs a list of words, as in ['python', 'agent.py'], or an async function, not {program!r}"
+            raise BadArgument(
+                f"Program(): program must be a list of words, as in ['python', 'agent.py'], or an async function, not {program!r}"
             )
         self.name = name
         self.program = program if callable(program) else tuple(program)

@@ -36,6 +36,12 @@ def test_rewards_without_a_difference_get_one_sentence_more(mean: float | None, 
     assert way is None or way in said
 
 
+def test_few_episodes_show_no_lack_of_a_difference():
+    assert base_rate({"sampled": held_out(0.0, 0.0, n=3)}) == (
+        "mean reward before training: 0.000 sampled (3 held-out episodes)"
+    )
+
+
 SCENE = """import tapereel as tr
 
 class Coin(tr.Environment):
