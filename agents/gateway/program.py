@@ -110,7 +110,8 @@ class Program(Agent):
         """
         if isinstance(program, str) or (callable(program) and not _is_async(program)):
             raise BadArgument(
-                f"Program(): program must be a list of words, as in ['python', 'agent.py'], or an async function, not {program!r}"
+                "Program(): program must be a list of words, as in ['python', 'agent.py'], or an async function, not "
+                f"{program!r}"
             )
         self.name = name
         self.program = program if callable(program) else tuple(program)
