@@ -21,7 +21,13 @@ __all__ = ["model"]
 
 pytestmark = [pytest.mark.kill, pytest.mark.timeout(1200)]
 
-SETTINGS = ("processes.shard=true", "loop.checkpoint_every=1", "loop.groups=4", "loop.group_size=4")
+SETTINGS = (
+    "processes.shard=true",
+    "loop.checkpoint_every=1",
+    "loop.keep_checkpoints=3",
+    "loop.groups=4",
+    "loop.group_size=4",
+)
 CHECKPOINT, RANKS = "finetune.trainer.checkpoint", "finetune.trainer.distributed"
 KILLS = (
     ("rank 1 before its part of the weights", "1", f"{RANKS}:write_parts", "1", []),
