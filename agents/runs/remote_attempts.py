@@ -3,7 +3,7 @@
 Contract. `run` returns a closed, durable tape, as `rollout` does. A worker that dies, or is silent for `SILENT`
 seconds, loses its episodes. Each is made again with the same seeds by another worker, unless an irreversible action may
 have happened. What the lost worker had sampled is gone. If a silent worker answers after all, its tapes are stored, but
-the run doesn't use them.
+this process doesn't use them. A resumed run may take such a tape for its attempt, whose seeds are the same.
 """
 
 from __future__ import annotations
